@@ -48,7 +48,7 @@ RESIDUAL_WORDS = ("mlp_weight", "added_as_given", "last_linear", "mixture")
 whether what attention and MLP give is added as it is, where the linear is whose result is added last, and where a mixture of experts."""
 
 MAY_BE_UNSAID = (
-    *("rope", "q_norm", "k_norm", "parallel_residual", "post_norms", "shares_kv", "values_are_keys"),
+    *("rope", "q_norm", "k_norm", "parallel_residual", "post_norms", "no_sum", "shares_kv", "values_are_keys"),
     *("gate_multiplier", "down_multiplier"),
 )
 """Fields that facts need not speak of where a spec has a default for them, which it then has."""

@@ -15,6 +15,7 @@ from .sglang_decoders import SGLANG_DECODERS
 from .sglang_hybrids import SGLANG_HYBRIDS
 from .vllm_decoders import VLLM_DECODERS
 from .vllm_hybrids import VLLM_HYBRIDS
+from .vllm_uncompiled import VLLM_UNCOMPILED
 
 BUILTIN: tuple[Adapter, ...] = (
     DEEPSEEK_V3,
@@ -27,6 +28,7 @@ BUILTIN: tuple[Adapter, ...] = (
     HYBRIDS,
     VLLM_DECODERS,
     VLLM_HYBRIDS,
+    VLLM_UNCOMPILED,
     SGLANG_DECODERS,
     SGLANG_HYBRIDS,
 )

@@ -156,11 +156,16 @@ _ACTIVATIONS = {
     # Of the engines: layers/activation.py in vLLM and SGLang, model_ops/activation.py and models/kimi_k3.py in ATOM
     "SiluAndMul": "silu",
     "SituAndMul": "situ",
+    "SwigluStepAndMul": "swiglu_step",
     "NewGELU": "gelu_tanh",
     "FastGELU": "gelu_tanh",
     "QuickGELU": "quick_gelu",
     "XIELU": "xielu",
 }
+
+
+_CLAMPED: dict[tuple[float, float], str] = {(1.0, 0.0): "silu", (1.702, 1.0): "swiglu_oai"}
+"""Alpha and beta of vLLM's SiluAndMulWithClamp, which is x * sigmoid(alpha * x) * (up + beta)."""
 
 
 def mlp_activation(value: Any) -> Any:
@@ -175,12 +180,8 @@ def mlp_activation(value: Any) -> Any:
         # vLLM's class of that name has no choice.
         how = value.approximate if hasattr(value, "approximate") else "none"
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(how, names[0])
-    # x * sigmoid(alpha * x) * (up + beta) is silu(x) * up for 1 and 0 alone
-    return (
-        "silu"
-        if (value.alpha, value.beta) == (1.0, 0.0)
-        else f"{names[0]} of {shown(value.alpha)}, {shown(value.beta)}"
-    )
+    factors: Any = (value.alpha, value.beta)
+    return _CLAMPED[factors] if factors in _CLAMPED else f"{names[0]} of {shown(value.alpha)}, {shown(value.beta)}"
 
 
 @lru_cache(maxsize=512)

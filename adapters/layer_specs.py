@@ -379,6 +379,10 @@ class ResidualSpec(LayerSpec):
     added_as_given: bool = of_kind("flag", default=True)
     """Whether what the attention and the MLP give is added to the stream as it is. Not where a norm (Gemma 3, OLMo-2) or a
     factor (MiniCPM3) stands in front of the add: no all-reduce can be fused with it then."""
+    no_sum: str | None = of_kind("optional_text", default=None)
+    """What stands in front of the norms, as a sentence, where that is no sum of one stream and one result: hyper-connections mix several
+    streams (DeepSeek-V4, GLM-5.3, HY-V4, Qwen4), attention residuals several sums (AliceAI). No add is expected then, and only norms that
+    the layer calls by themselves are listed. None: it is one."""
     starts_stream: bool | None = of_kind("optional_flag", default=None, eq=False, repr=False)
     """Whether the stream starts in this layer, so that its first input norm has no residual to add. A draft model's block does
     that too (multi-token prediction), though its `layer_index` counts on from the model's. None: nothing says it, and then
@@ -426,7 +430,9 @@ class ResidualSpec(LayerSpec):
                 f"post_attention_norms: expected one per input norm, got {len(self.post_attention_norms)} "
                 f"for {len(self.input_norms)}"
             )
-        if not self.input_norms and not self.post_norms and self.added_as_given:
+        if self.no_sum is not None and self.added_as_given:
+            yield "added_as_given: expected false where no sum stands in front of the norms"
+        elif not self.input_norms and not self.post_norms and self.added_as_given:
             # Forgotten, it would promise that an all-reduce is fused with the norm behind the next layer's add.
             yield "added_as_given: expected false where no norm reads the stream, as the layer's norms stand before its adds"
         for norm in (*self.input_norms, *self.post_attention_norms, *self.post_norms):
@@ -444,6 +450,8 @@ class FinalNormSpec(LayerSpec):
 
     final_norm: NormSpec = of_kind("norm")
     "The norm before the language-model head."
+    no_sum: str | None = of_kind("optional_text", default=None)
+    "As `ResidualSpec.no_sum`."
 
     def _contradictions(self) -> Iterator[str]:
         if self.final_norm.width != self.hidden_size:

@@ -429,6 +429,8 @@ class Reading:
         if torchs is not None:
             own = near.torchs[torchs]
         read = self.parts_of(name, own, module, source.module)
+        if source.layer_epsilon:
+            read["epsilon"] = self.answered(f"{name}.epsilon", source.layer_epsilon, _NORM_VALUES["epsilon"])[1]
         if torchs is not None and read["epsilon"] is None:
             why = "torch.nn.RMSNorm with eps=None takes the eps of the dtype that it is called with, which no spec can say"
             raise SpecError("NormSpec", [f"{name}.epsilon: {why}: build it with a number"])

@@ -349,6 +349,8 @@ class NormSource:
     "The linears whose result joins the residual stream in front of it, in the same words."
     where: tuple[Source, ...] = ()
     "The layer's flag that is false where it norms nothing, of a norm that may be absent."
+    layer_epsilon: tuple[Source, ...] = ()
+    "The epsilon, relative to the layer, of a norm that holds none."
 
     @property
     def gated(self) -> bool:
@@ -514,6 +516,7 @@ _GATED = ("activation", "norm_before_gate", "group_size")
 _LAYER = ("has_weight", "has_bias")
 _AROUND = ("feeds", "fed_by")
 _WHERE = "where"
+_OF_LAYER = "layer_epsilon"
 
 TORCH_NORM = (
     ("width", (Path(("weight", "shape", "0")),)),
@@ -553,7 +556,7 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
         words = {"module": words}
     if not isinstance(words, Mapping) or not isinstance(words.get("module"), str):
         raise FactsError(f'{field}: expected a norm, {{module = "...", ...}}, got {shown(words)}')
-    allowed = ("module", *_AROUND, *_NORM_DEFAULTS, *((*_GATED, _WHERE) if gated else _LAYER))
+    allowed = ("module", *_AROUND, *_NORM_DEFAULTS, _OF_LAYER, *((*_GATED, _WHERE) if gated else _LAYER))
     for word in words:
         if word not in allowed:
             raise FactsError(f"{field}: a norm has no {shown(word)}{did_you_mean(word, allowed)}")
@@ -564,7 +567,9 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
     module = parse_path(words["module"], field)
     if not isinstance(module, Path):
         raise FactsError(f"{field}: a norm's module is a path, not a quotient")
-    said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k not in ("module", _WHERE, *_AROUND)}}
+    said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k not in ("module", _WHERE, _OF_LAYER, *_AROUND)}}
+    if _OF_LAYER in words:
+        del said["epsilon"]
     feeds, fed_by = (parse_linears(words.get(word, []), f"{field}.{word}") for word in _AROUND)
     return NormSource(
         module,
@@ -572,6 +577,7 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
         feeds=feeds,
         fed_by=fed_by,
         where=parse_source(words[_WHERE], f"{field}.{_WHERE}") if _WHERE in words else (),
+        layer_epsilon=parse_source(words[_OF_LAYER], f"{field}.{_OF_LAYER}") if _OF_LAYER in words else (),
     )
 
 

@@ -24,9 +24,21 @@ LARGEST = 2**31 - 1
 ACTIVATIONS = ("silu", "sigmoid")
 """Output-gate activations of gated norms: silu for Qwen, sigmoid for Kimi and GLM."""
 
-MLP_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "situ", "xielu")
+MLP_ACTIVATIONS = (
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "situ",
+    "swiglu_oai",
+    "swiglu_step",
+    "xielu",
+)
 """Activations of an MLP, of its gate where it has one. `relu2` is max(x, 0) squared (arXiv 2109.08668). `quick_gelu` is x * sigmoid(1.702 x).
-`situ` is Kimi-K3's: beta * tanh(gate / beta) * sigmoid(gate), and a bounded up. `xielu` has weights of its own (arXiv 2411.13010)."""
+`situ` is Kimi-K3's: beta * tanh(gate / beta) * sigmoid(gate), and a bounded up. `swiglu_oai` is that of gpt-oss and MiniMax-M3:
+gate * sigmoid(1.702 gate), and up + 1. `swiglu_step` is Step-5's: silu(gate) at most a limit, and up within it. `xielu` has weights of its own (arXiv 2411.13010)."""
 
 ROPE_TABLES = ("none", "cos_sin", "cos_and_sin", "values")
 """Where the cos and sin of a rope come from, see `RopeSpec.table`."""

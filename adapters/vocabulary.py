@@ -51,7 +51,7 @@ _FROM_THE_MODEL = rope(
 )
 
 
-def _rope_module(module: str, table: str) -> dict[str, Any]:
+def rope_module(module: str, table: str) -> dict[str, Any]:
     """A rotary module of the engine's own. One that does not say what cos and sin are multiplied with does not do it."""
     return rope(
         module,
@@ -84,7 +84,7 @@ VLLM_MLA = Facts(
     | _latent_norms("variance_epsilon")
     | {
         # The wrapper has it in every layer; Kimi's, which have no rope, hold None there and nothing on themselves.
-        "rope": _rope_module("mla_attn.rotary_emb", "cos_sin"),
+        "rope": rope_module("mla_attn.rotary_emb", "cos_sin"),
         "num_heads": "num_heads",
         "num_local_heads": "num_local_heads",
         "hidden_size": "hidden_size",
@@ -101,17 +101,17 @@ VLLM_MLA_WRAPPER = VLLM_MLA.but(
     layer_index=_read_as("prefix", "name_index_of_pairs"),
     softmax_scale="mla_attn.scale",
     tp_size="o_proj.tp_size",
-    rope=_rope_module("rotary_emb", "cos_sin"),
+    rope=rope_module("rotary_emb", "cos_sin"),
 )
 VLLM_MLA_ITSELF = VLLM_MLA.but(
     layer_index=_read_as("layer_name", "name_index"),
     softmax_scale="scale",
-    rope=_rope_module("rotary_emb", "cos_sin"),
+    rope=rope_module("rotary_emb", "cos_sin"),
 )
 """vLLM's Kimi MLA on CUDA and CPU, which is its own kernel layer."""
 
 VLLM_MLA_EXPANDED = VLLM_MLA.but(
-    layer_index=_read_as("attn.layer_name", "name_index_of_pairs"), rope=_rope_module("rotary_emb", "cos_sin")
+    layer_index=_read_as("attn.layer_name", "name_index_of_pairs"), rope=rope_module("rotary_emb", "cos_sin")
 )
 """vLLM's DeepSeek attention with MLA switched off: the same projections, ordinary attention inside."""
 
@@ -132,7 +132,7 @@ SGLANG_MLA = Facts(
     | _latent_norms("variance_epsilon")
     | {
         # None where the layer was built to skip it.
-        "rope": _rope_module("rotary_emb", "cos_sin"),
+        "rope": rope_module("rotary_emb", "cos_sin"),
         "num_heads": "num_heads",
         "num_local_heads": "num_local_heads",
         "hidden_size": "hidden_size",
@@ -147,7 +147,7 @@ ATOM_MLA = Facts(
     _MLA_DIMS
     | _latent_norms("eps")
     | {
-        "rope": _rope_module("rotary_emb", "cos_and_sin"),
+        "rope": rope_module("rotary_emb", "cos_and_sin"),
         "num_heads": "num_heads",
         "num_local_heads": "num_local_heads",
         "hidden_size": "hidden_size",
@@ -183,9 +183,9 @@ TRANSFORMERS_QK_ROPE = rope(
     table=const("values"),
 )
 """Of a model that computes cos and sin once, as most of transformers."""
-QK_ROPE_MODULE = _rope_module("rotary_emb", "cos_sin")
+QK_ROPE_MODULE = rope_module("rotary_emb", "cos_sin")
 """Of vLLM and SGLang."""
-ATOM_QK_ROPE = _rope_module("rotary_emb", "cos_and_sin")
+ATOM_QK_ROPE = rope_module("rotary_emb", "cos_and_sin")
 
 # ---- gated delta nets ------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from ..adapters.specs import GatedDeltaNetSpec, GatedNormSpec
+from ..adapters.specs import GatedDeltaNetSpec, GatedMLPSpec, GatedNormSpec
 from ..fusion.catalog import FUSIONS
 from ..fusion.sites import Site
 from .hooks import Hook
@@ -66,14 +66,15 @@ def norm(module: Any, seam: Seam, site: Site, run: Run, same: Same) -> None:
     _stand(module, forward)
 
 
-def product(module: Any, _seam: Seam, _site: Site, run: Run, same: Same) -> None:
-    """`silu(gate) * up` of one tensor that holds both."""
-    own = _of_its_class(module)
+def product(module: Any, _seam: Seam, site: Site, run: Run, same: Same) -> None:
+    """`silu(gate) * up` of one tensor that holds both, within the limit of a class that clamps them."""
+    own, limit = _of_its_class(module), site.spec.swiglu_limit if isinstance(site.spec, GatedMLPSpec) else None
+    limit = math.inf if limit is None else limit
 
     def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not same():
             return own(x, *args, **kwargs)
-        return run((x, math.inf), (x,), own)  # a class that clamps is another one
+        return run((x, limit), (x,), own)
 
     _stand(module, forward)
 

@@ -63,6 +63,8 @@ class Engine:
     "Fusion or role -> why there is nothing to fuse whatever is switched on, as a sentence."
     experts: str | None = field(default=None, validator=_sentence)
     """Why no quantised fusion stands in front of a mixture's experts, nor in shared ones, as a sentence. None: nothing is known of them."""
+    shared_apart: bool = False
+    "Whether it calls shared experts by themselves, so that their linears are like any others."
     inside: str | None = field(default="no pass of its compiler does", validator=_sentence)
     """Why a quantisation that a linear does inside of its op (`ActivationQuant.inside`) stays there, as a sentence; None: it is taken
     out where a fusion does it."""

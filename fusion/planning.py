@@ -313,7 +313,7 @@ def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> It
             mlps[spec.layer_index] = 0
     given = {s.layer_index: s.gives for _, s in placed if isinstance(s, ResidualSpec) and s.adds_one}
     for site in sites:
-        after_mlp = site.role == FINAL or (site.role == INPUT and site.adds)
+        after_mlp = site.adds and site.role in (FINAL, INPUT)
         if isinstance(site.spec, ResidualSpec) and site.spec.handed_over and site.block == 0:
             after_mlp = False  # of another rank of a pipeline, which has summed what it gave
         index = site.spec.layer_index
@@ -415,7 +415,8 @@ class _Decider:
                 f"{'here' if engine is None else f'in {engine.name}: {engine.inside}'}"
             )
         # transformers' shared experts are linears like any others, and torch.compile sees them.
-        if site.experts is None or engine is None or engine.name == "transformers" or "*" in engine.refuses:
+        apart = engine is None or engine.name == "transformers" or engine.shared_apart
+        if site.experts is None or apart or engine is None or "*" in engine.refuses:
             return ROUTED_ALONE if site.routed_alone else None
         if site.beside_experts:
             return None

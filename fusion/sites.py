@@ -128,6 +128,11 @@ class Site:
         return self.spec.quant if isinstance(self.spec, GatedMLPSpec) else None
 
     @property
+    def no_sum(self) -> str | None:
+        """What stands in front of its norm in the place of a sum, as a sentence; None where one does."""
+        return self.spec.no_sum if isinstance(self.spec, ResidualSpec | FinalNormSpec) else None
+
+    @property
     def undeclared(self) -> bool:
         """Whether a model's entry leaves open what reads it."""
         return isinstance(self.spec, ResidualSpec) and self.role == POST_ATTENTION and self.spec.undeclared
@@ -201,7 +206,14 @@ def sites_of(layer: str, spec: AnySpec, mixture: ExpertsSpec | None = None) -> t
         return tuple(_stream(layer, spec))
     if isinstance(spec, FinalNormSpec):
         return (
-            Site(layer=layer, role=FINAL, norms=(spec.final_norm,), spec=spec, adds=True, reduced=spec.parallel.size),
+            Site(
+                layer=layer,
+                role=FINAL,
+                norms=(spec.final_norm,),
+                spec=spec,
+                adds=spec.no_sum is None,
+                reduced=1 if spec.no_sum else spec.parallel.size,
+            ),
         )
     if isinstance(spec, GatedDeltaNetSpec):
         return (Site(layer=layer, role=OUTPUT, norms=(spec.output_norm,), spec=spec),)
@@ -248,6 +260,7 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
         absent = "no norm reads the residual stream in this layer: its norms stand on what attention and MLP give"
         if spec.post_norms:
             absent = "this layer's norms stand behind its adds, and what they give is the stream itself, so that no sum is kept"
+        absent = spec.no_sum or absent
         return [Site(layer=layer, role=role, norms=(), spec=spec, absent=absent) for role in (INPUT, POST_ATTENTION)]
     starts = spec.layer_index == 0 if spec.starts_stream is None else spec.starts_stream
     sites = []
@@ -262,8 +275,8 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
             at(
                 role=INPUT,
                 norms=(before,),
-                adds=not first,
-                reduced=1 if whole else ranks,
+                adds=not first and spec.no_sum is None,
+                reduced=1 if whole or spec.no_sum else ranks,
                 producers=entering,
                 experts=mixture if spec.is_one_block else None,
             )
@@ -278,6 +291,13 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
         else:
             leaving = after.fed_by if spec.adds_one else ()
             sites.append(
-                at(role=POST_ATTENTION, norms=(after,), adds=True, reduced=ranks, producers=leaving, experts=mixture)
+                at(
+                    role=POST_ATTENTION,
+                    norms=(after,),
+                    adds=spec.no_sum is None,
+                    reduced=1 if spec.no_sum else ranks,
+                    producers=leaving,
+                    experts=mixture,
+                )
             )
     return sites

@@ -300,6 +300,10 @@ def _norm() -> dict[str, Any]:
                 "description": "The layer's flag that is false where it has no such norm, of a gated norm that may be absent.",
                 "$ref": "#/$defs/place",
             },
+            "layer_epsilon": {
+                "description": "Where the layer holds the epsilon of a norm that holds none.",
+                "$ref": "#/$defs/place",
+            },
             **{name: {"$ref": "#/$defs/place"} for name in fields},
         },
     }

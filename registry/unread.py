@@ -210,6 +210,8 @@ class Unread:
     def _norms_in(self, path: str) -> list[str]:
         """The norm that a module is, or those of a head: of one that holds nothing but norms and single modules beside."""
         children = self._children.get(path, [])
+        if self._classes[path] in self._ignored:
+            return []
         if self._is_norm(path):
             return [path]
         return [] if any(map(self._children.get, children)) else [*filter(self._is_norm, children)]

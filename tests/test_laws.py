@@ -283,6 +283,8 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         "ExpertsSpec.beside_mlp",
         "ResidualSpec.mlp_ranks",
         "ResidualSpec.added_as_given",
+        "ResidualSpec.no_sum",
+        "FinalNormSpec.no_sum",
         "ResidualSpec.starts_stream",
         "ResidualSpec.experts",
         "ResidualSpec.undeclared",

@@ -186,6 +186,12 @@ class Code:
     "Whether vLLM keeps it even where the fusion is asked for by name: nothing stands where that could go in."
 
 
+_V32 = SPARSE_MODELS | {"Dots3NoteForCausalLM"}
+"""Whose `forward` is DeepSeek-V3.2's."""
+_M3 = frozenset({"MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"})
+_STEP5 = frozenset({"Step5ForCausalLM", "Step5ForConditionalGeneration"})
+_GLM5_NEXT = frozenset({"Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"})
+
 CODE = (
     Code(fusions=("add_rms_norm",), by="its own op for the add and the norm (fused_add_rms_norm)"),
     Code(fusions=("gated_rms_norm",), by="its own kernel for the gated norm (rms_norm_gated)"),
@@ -198,7 +204,7 @@ CODE = (
     Code(
         fusions=("all_reduce_add_rms_norm", "add_rms_norm"),
         by=f"fused_allreduce_rms_norm in the code of the model{NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add",
-        architectures=SPARSE_MODELS,
+        architectures=_V32,
         ranks="several",
         vendor="nvidia",
         kept=True,
@@ -206,14 +212,57 @@ CODE = (
     Code(
         fusions=quantised("rms_norm"),
         by="fused_embed_norm in the code of the model, for the first norm",
-        architectures=SPARSE_MODELS,
+        architectures=_V32,
         ranks="one",
         kept=True,
     ),
     Code(
         fusions=("mla_dual_rms_norm",),
         by="fused_q_kv_rmsnorm in the code of the model",
-        architectures=frozenset({"KimiK3ForConditionalGeneration"}),
+        architectures=_GLM5_NEXT | {"KimiK3ForConditionalGeneration"},
+    ),
+    Code(
+        fusions=("add_rms_norm",),
+        by="FlashInfer's op for the add and the norm (gemma_fused_add_rmsnorm), in the code of the model",
+        architectures=_M3,
+    ),
+    Code(
+        fusions=("all_reduce_add_rms_norm", "add_rms_norm"),
+        by=f"fused_allreduce_gemma_rms_norm in the code of the model{NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add",
+        architectures=_M3,
+        ranks="several",
+        vendor="nvidia",
+        kept=True,
+    ),
+    Code(
+        fusions=("qk_norm_rope",),
+        by="fused_minimax_m3_qknorm_rope_kv_insert in the code of the model",
+        architectures=_M3,
+        kept=True,
+    ),
+    Code(
+        fusions=("add_rms_norm", *quantised("add_rms_norm", "rms_norm")),
+        by="a kernel of the model's own for the add and the norm where its stream is in float32, and else an add by itself",
+        architectures=_STEP5,
+        kept=True,
+    ),
+    Code(
+        fusions=("qk_norm_rope",),
+        by="fused_qknorm_rope_cache in the code of the model",
+        architectures=_STEP5,
+        kept=True,
+    ),
+    Code(
+        fusions=("qk_norm_rope",),
+        by="beam_qk_norm_rope in the code of the model",
+        architectures=frozenset({"BeamForCausalLM"}),
+        kept=True,
+    ),
+    Code(
+        fusions=quantised("silu_mul"),
+        by="beam_silu_mul in the code of the model, without the quantisation",
+        architectures=frozenset({"BeamForCausalLM"}),
+        kept=True,
     ),
     Code(
         fusions=("add_rms_norm", *quantised("add_rms_norm", "rms_norm")),
@@ -224,10 +273,14 @@ CODE = (
 )
 """What models do that vLLM runs without compiling them; later rows are the more special ones."""
 
-COPIED = frozenset({"KimiK3ForConditionalGeneration", "KimiLinearForCausalLM"})
+_KIMI = frozenset({"KimiK3ForConditionalGeneration", "KimiLinearForCausalLM"})
+COPIED = _KIMI | {"AliceAIForCausalLM"}
 """Whose delta nets norm inside of an op, which copies the result out of itself before a linear reads it."""
 
-BY_ITSELF = frozenset({"MiniCPM3ForCausalLM"})
+SHARED_APART = _STEP5 | {"Dots3NoteForCausalLM"}
+"""Whose shared experts are called by the code of the model, and not by that of the routed ones."""
+
+BY_ITSELF = frozenset({"MiniCPM3ForCausalLM", "HYV4ForCausalLM", "Dots3NoteForCausalLM"})
 """Whose MLA layers are written out in the code of the model, where each latent norm is called by itself."""
 
 NO_WRAPPER = f"vLLM's code of this model has no {CLASS[1]}"
@@ -237,7 +290,7 @@ APART = {
         architecture: {
             FINAL: "vLLM applies the final norm of this model in compute_logits, apart from the residual add"
         }
-        for architecture in sorted(COPIED)
+        for architecture in sorted(_KIMI | _STEP5)
     },
     **{
         draft: {FINAL: "vLLM's code of this draft adds the residual by itself, and calls the final norm with the sum"}
@@ -320,5 +373,6 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
         does=does,
         keeps=keeps,
         experts=EXPERTS,
+        shared_apart=not SHARED_APART.isdisjoint(architectures),
         inside=_inside(place),
     )

@@ -16,6 +16,7 @@ _MLA = "vllm.model_executor.layers.mla"
 _KDA = "vllm.third_party.flash_linear_attention.ops.kda"
 _PRODUCT = "vllm.model_executor.layers.activation"
 _K3 = "vllm.models.kimi_k3.nvidia.mla"
+_M3 = "vllm.models.minimax_m3.nvidia.model"
 _FUNCTION = "fused_q_kv_rmsnorm"
 _TAKES = ("qr", "kv", "q_weight", "kv_weight", "eps")
 _QUANTISER = Hook(
@@ -38,9 +39,9 @@ LINEARS = Consumer(hook=_QUANTISER, reader=_reader)
 """The fp8 linears of vLLM's: in blocks and not."""
 
 
-def _norm(fusion: str, module: str, name: str, second: str, **more: Any) -> Seam:
+def _norm(fusion: str, module: str, name: str, second: str, method: str = "forward_native", **more: Any) -> Seam:
     takes = ("self", "x", second)
-    hook = Hook(name="seam", module=module, path=f"{name}.forward_native", takes=takes, others="optional")
+    hook = Hook(name="seam", module=module, path=f"{name}.{method}", takes=takes, others="optional")
     return Seam(fusion=fusion, hook=hook, **more)
 
 
@@ -49,16 +50,15 @@ def _quantised(fusion: str, make: Any, *args: Any, **more: Any) -> tuple[Seam, .
     return tuple(make(f"{fusion}_{scheme}_quant", *args, consumer=LINEARS, **more) for scheme in _SCHEMES)
 
 
-def _product(fusion: str, **more: Any) -> Seam:
-    path = "SiluAndMul.forward_native"
-    # In 0.26 and 0.33 a static method.
-    return Seam(fusion=fusion, hook=Hook(name="seam", module=_PRODUCT, path=path, takes=("x",), others="none"), **more)
+def _product(fusion: str, name: str, *takes: str, **more: Any) -> Seam:
+    hook = Hook(name="seam", module=_PRODUCT, path=f"{name}.forward_native", takes=(*takes, "x"), others="none")
+    return Seam(fusion=fusion, hook=hook, **more)
 
 
-def _stream(name: str, **more: Any) -> tuple[Seam, ...]:
+def _stream(name: str, module: str = _NORMS, **more: Any) -> tuple[Seam, ...]:
     chains = ("add_rms_norm", "rms_norm")
-    several = (seam for chain in chains for seam in _quantised(chain, _norm, _NORMS, name, "residual", **more))
-    return _norm("add_rms_norm", _NORMS, name, "residual", **more), *several
+    several = (seam for chain in chains for seam in _quantised(chain, _norm, module, name, "residual", **more))
+    return _norm("add_rms_norm", module, name, "residual", **more), *several
 
 
 def _latents(fusion: str, module: str, name: str, **more: Any) -> Seam:
@@ -91,14 +91,20 @@ def _unbiased(norm: Any) -> bool:
     return norm.bias is None
 
 
+def _silu(product: Any) -> bool:
+    return (product.alpha, product.beta) == (1.0, 0.0)
+
+
 SEAMS = (
     *_stream("RMSNorm", plain=_plain),
     *_stream("GemmaRMSNorm"),
+    *_stream("MiniMAXGemmaRMSNorm", _M3, method="forward"),
     _norm("gated_rms_norm", _NORMS, "RMSNormGated", "z", plain=_unbiased),
     *_quantised("gated_rms_norm", _norm, _NORMS, "RMSNormGated", "z", plain=_unbiased),
     # In Kimi's delta nets vLLM copies what the norm gives before a linear reads it: nothing can be handed over.
     _norm("gated_rms_norm", _KDA, "FusedRMSNormGated", "g", plain=lambda norm: norm.weight is not None),
-    *_quantised("silu_mul", _product),
+    *_quantised("silu_mul", _product, "SiluAndMul"),  # in 0.26 and 0.33 a static method
+    *_quantised("silu_mul", _product, "SiluAndMulWithClamp", "self", plain=_silu),
     *_both(_MLA, "MultiHeadLatentAttentionWrapper", switch="fuse_qkv_rmsnorm"),
     *_both(_K3, "MultiHeadLatentAttention"),
 )

@@ -284,7 +284,7 @@ def _join_partners(certain: dict[str, list[_Part]], unsure: dict[Node, list[_Par
 
 def _starts(site: Site) -> bool:
     """Whether a site is the entry of a residual stream."""
-    return site.role == INPUT and not site.adds
+    return site.role == INPUT and not site.adds and site.no_sum is None
 
 
 def _why_unpaired(site: Site, q: FoundNorm, kv: FoundNorm) -> str | None:

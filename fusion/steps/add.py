@@ -46,7 +46,7 @@ class Add(Step):
     def why_not(self, at: At) -> Legality | None:
         if at.site.adds:
             return None
-        return Legality("not_applicable", "the first layer's input norm has no residual to add")
+        return Legality("not_applicable", at.site.no_sum or "the first layer's input norm has no residual to add")
 
     def described(self, at: At) -> str:
         return "the residual add" if at.first else "residual add"

@@ -212,8 +212,9 @@ def test_every_norm_of_every_built_in_class_says_who_reads_it(adapter: Any) -> N
     before_experts = {"transformers:PhimoeDecoderLayer"}
     # RWKV mixes the results of its norms with those of the token before, in front of the linears.
     before_experts |= {"transformers:RwkvBlock"}
-    # Falcon-H1 multiplies them by a factor there.
+    # Falcon-H1 and Dots3-Note multiply them by a factor there.
     before_experts |= {
+        "vllm.models.dots3_note.nvidia.model:Dots3NoteFullAttention",
         "transformers:FalconH1DecoderLayer",
         "vllm.model_executor.models.falcon_h1:FalconH1ParallelHybrid",
     }

@@ -217,9 +217,10 @@ def activation(name: str, **held: Any) -> Any:
         (activation("SituAndMul", beta=4.0), "situ"),
         (activation("SiluAndMulWithClamp", swiglu_limit=7.0, alpha=1.0, beta=0.0), "silu"),
         # gpt-oss's: x * sigmoid(1.702 * x) * (up + 1).
+        (activation("SiluAndMulWithClamp", swiglu_limit=7.0, alpha=1.702, beta=1.0), "swiglu_oai"),
         (
-            activation("SiluAndMulWithClamp", swiglu_limit=7.0, alpha=1.702, beta=1.0),
-            "SiluAndMulWithClamp of 1.702, 1.0",
+            activation("SiluAndMulWithClamp", swiglu_limit=7.0, alpha=1.702, beta=0.0),
+            "SiluAndMulWithClamp of 1.702, 0.0",
         ),
         (activation("SwigluOAIAndMul"), "SwigluOAIAndMul"),
         (None, "NoneType"),

@@ -86,6 +86,7 @@ def test_every_declared_class_is_one_that_was_found_in_an_engine() -> None:
             "vllm_decoders",
             "hybrids",
             "vllm_hybrids",
+            "vllm_uncompiled",
             "sglang_decoders",
             "sglang_hybrids",
         )

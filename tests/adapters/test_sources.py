@@ -242,7 +242,11 @@ def test_words_that_mean_nothing_are_refused_with_the_field(words: Any, problem:
     [
         (7, False, 'q_norm: expected a norm, {module = "...", ...}, got 7'),
         ({"epsilon": "eps"}, False, 'q_norm: expected a norm, {module = "...", ...}'),
-        ({"module": "n", "epsilom": "eps"}, False, "q_norm: a norm has no 'epsilom'; did you mean 'epsilon'?"),
+        (
+            {"module": "n", "epsilom": "eps"},
+            False,
+            "q_norm: a norm has no 'epsilom'; did you mean 'epsilon' or 'layer_epsilon'?",
+        ),
         ({"module": "n", "activation": "act"}, False, "q_norm: a norm has no 'activation'"),
         ({"module": "a / b"}, False, "q_norm: a norm's module is a path, not a quotient"),
         ("norm", True, "q_norm: a gated norm must also say its activation, norm_before_gate, group_size"),

@@ -113,7 +113,6 @@ REASONS: Mapping[str, str] = {
     "InklingForCausalLM": _INKLING,
     "InklingForConditionalGeneration": _INKLING,
     "Zamba2ForCausalLM": census.causal.REASONS["Zamba2ForCausalLM"],
-    "BeamForCausalLM": "its classes are not declared",
     "HrmTextForCausalLM": "two stacks of layers that run in turns over one stream, with norms without weights, which no spec describes",
     "Llama4ForCausalLM": "attention in chunks, which no spec describes",
 }  # fmt: skip

@@ -13,17 +13,23 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 
 pytest.importorskip("vllm_layers")
 from vllm_layers import build_model, fp8_kernel  # isort: skip  (before vllm)
+from vllm_defaults import DEFAULTS, build_default, kernels  # isort: skip  (before vllm)
 import torch
 import vllm
 from test_vllm_specs import BLOCK
 from vllm.config import vllm as config
 from vllm.model_executor.models.registry import _VLLM_MODELS
+from vllm_host import import_model
+from whole_models import norms_that_feed_nothing
 
 from layerfuse import registry
+from layerfuse.adapters import FinalNormSpec, GatedMLPSpec, GatedNormSpec, GQASpec, MLASpec, NormSpec, ResidualSpec
+from layerfuse.adapters.specs import Parallel
 from layerfuse.engines.compiled_module import CompiledModule
 from layerfuse.engines.standing import Standing
 from layerfuse.engines.vllm import register
@@ -35,6 +41,7 @@ from layerfuse.fusion.formats import FORMATS
 from layerfuse.fusion.live_plan import module_index_of
 from layerfuse.fusion.planning import Plan
 from layerfuse.fusion.sites import ROLES
+from layerfuse.testing.compare import linears_of, misfit
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm-uncompiled.md"
 RELEASE = importlib.metadata.version("vllm")
@@ -45,7 +52,10 @@ BUILT = {
     "KimiK3ForConditionalGeneration": "kimi-k3",
     "KimiLinearForCausalLM": "kimi-linear",
 }
-"""Those with an entry of models.toml -> the model of `MODELS`."""
+"""Those with an entry of models.toml -> the model of `MODELS`. Those of `DEFAULTS` are built too."""
+READ = [name for name in LISTED if name in BUILT or name in DEFAULTS]
+BY_THEMSELVES = {"BeamForCausalLM", "DeepseekV4ForCausalLM", "InklingForCausalLM", "MuseSpark1xForCausalLM"}
+"""Of these the kernels of the model's do all that a fusion could."""
 
 pytestmark = pytest.mark.skipif(not LISTED, reason="this vLLM names no architecture that it does not compile")
 
@@ -53,8 +63,16 @@ pytestmark = pytest.mark.skipif(not LISTED, reason="this vLLM names no architect
 def standing_in(architecture: str) -> Standing:
     """The ops of every seam, put into a model."""
     with fp8_kernel("triton:TritonFp8BlockScaledMMKernel"):
-        model = build_model(BUILT[architecture], quantization_config=BLOCK)
-    engine = uncompiled("", [architecture], Place(vendor="nvidia", arch="sm90"), [seam.fusion for seam in SEAMS])
+        if architecture in BUILT:
+            model = build_model(BUILT[architecture], quantization_config=BLOCK)
+        else:
+            model, _ = build_default(architecture, quant=BLOCK)
+    engine = uncompiled(
+        "vLLM does not compile this model",
+        [architecture],
+        Place(vendor="nvidia", arch="sm90"),
+        [seam.fusion for seam in SEAMS],
+    )
     asked = FusionConfig.parse(",".join(dict.fromkeys(seam.fusion for seam in SEAMS)), origin="the tests")
     planned = plan(registry.specs_in(model), Target.named("sm90"), asked, engine)
     compiled = CompiledModule(
@@ -88,7 +106,7 @@ def _why(planned: Plan, site: str) -> str:
         for decision in planned.at(site)
         if not decision.fusion.startswith("all_reduce") and FUSIONS[decision.fusion].format in (None, FORMATS["group"])
     ]
-    return min(reasons, key=lambda why: ("vLLM" not in why, "residual" in why))
+    return min(reasons, key=lambda why: ("vLLM" not in why, "no residual" in why))
 
 
 def sources_of(architecture: str) -> list[ast.Module]:
@@ -113,18 +131,20 @@ def by_hand(trees: list[ast.Module]) -> list[str]:
 
 
 def unread(architecture: str, trees: list[ast.Module]) -> str:
-    """Why nothing is planned in an architecture that was not built."""
-    layers = [
-        node.name
+    """What is known of an architecture that was not built."""
+    file, _ = _VLLM_MODELS[architecture]
+    alike = next((name for name in READ if name in _VLLM_MODELS and _VLLM_MODELS[name][0] == file), None)
+    layers = {
+        node.name: {each.id for each in node.bases if isinstance(each, ast.Name)}
         for tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and node.name.endswith(("Layer", "Block")) and "Decoder" in node.name
-    ]
-    known = {key.partition(":")[2] for key in registry.layer_classes() if key.startswith("vllm:")}
-    new = sorted(set(layers) - known)
-    if new:
+    }
+    known = {key.partition(":")[2] for key in registry.layer_classes() if key.startswith("vllm")}
+    new = sorted(name for name, bases in layers.items() if name not in known and bases.isdisjoint(known))
+    if new and alike is None:
         return f"no adapter reads {', '.join(f'`{name}`' for name in new)}"
-    return "its layers are read; it was not built here" if layers else "built on the classes of another architecture"
+    return f"not built here; its layers are {'read' if alike is None else f'of the classes of `{alike}`'}"
 
 
 def page() -> str:
@@ -133,23 +153,23 @@ def page() -> str:
     for architecture in LISTED:
         trees = sources_of(architecture) if architecture in _VLLM_MODELS else []
         hand = ", ".join(f"`{name}`" for name in by_hand(trees)) or "-"
-        if architecture in BUILT:
+        if architecture in READ:
             placed += [f"| `{architecture}` | {row} |" for row in rows_of(architecture)]
-        why = "in the table above" if architecture in BUILT else unread(architecture, trees)
+        why = "in the table above" if architecture in READ else unread(architecture, trees)
         others.append(f"| `{architecture}` | {why} | {hand} |")
     rows, names = "\n".join(placed), "\n".join(others)
     return f"""# Models that vLLM does not compile
 
 vLLM {RELEASE} runs {len(LISTED)} architectures in breakable CUDA graphs on NVIDIA's GPUs by default, and compiles none of them. Fused ops that are asked for by
-name [stand in its own layers](vllm.md#models-that-vllm-does-not-compile). These are vLLM's own classes at their published sizes on the meta device,
-with fp8 linears in blocks, on one rank, and every fusion asked for that has a place: how many sites there are of each kind, at how many the plan expects
+name [stand in its own layers](vllm.md#models-that-vllm-does-not-compile). These are vLLM's own classes on the meta device, at their published sizes or
+at those of their default configs, with fp8 linears in blocks where vLLM takes them so, on one rank, and every fusion asked for that has a place: how many sites there are of each kind, at how many the plan expects
 a fusion, what stands there, and the reason for all others. `make test-engines` puts the ops in again and compares this page.
 
 | architecture | site | sites | expected | stands there | why not |
 |---|---|---|---|---|---|
 {rows}
 
-Where no adapter reads the layers nothing is planned. What the code of all of them fuses by hand are the functions that it calls:
+What the code of all of them fuses by hand are the functions that it calls:
 
 | architecture | read | calls |
 |---|---|---|
@@ -168,11 +188,63 @@ def test_every_site_stands_or_has_its_reason() -> None:
     assert PAGE.read_text() == found
 
 
-@pytest.mark.parametrize("architecture", [name for name in LISTED if name in BUILT])
+@pytest.mark.parametrize("architecture", READ)
 def test_what_the_plan_expects_stands(architecture: str) -> None:
     register()
     standing = standing_in(architecture)
     expected = {decision.site for decision in standing.compiled.plan.expected()}
-    assert expected
+    assert bool(expected) == (architecture not in BY_THEMSELVES)
     assert expected == set(standing.stands), "a site without an op, and without a fallback"
     assert not standing.missed
+
+
+@pytest.mark.parametrize(("tp", "rank"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize("architecture", [name for name in LISTED if name in DEFAULTS])
+def test_specs_are_what_the_config_says_and_what_the_weights_are(architecture: str, tp: int, rank: int) -> None:
+    model, config = build_default(architecture, tp=tp, rank=rank)
+    specs = registry.specs_in(model)
+    assert registry.unknown_in(model) == []
+    assert {spec.parallel for _, spec in specs} == {Parallel(size=tp, rank=rank)}
+    assert {spec.hidden_size for _, spec in specs} == {config.hidden_size}
+    layers = [spec for _, spec in specs if isinstance(spec, ResidualSpec)]
+    mixers = [spec for _, spec in specs if not isinstance(spec, ResidualSpec | FinalNormSpec | GatedMLPSpec)]
+    for several in (layers, mixers):
+        assert [spec.layer_index for spec in several] == [*range(config.num_hidden_layers)]
+    assert [spec.starts_stream for spec in layers] == [True, *[False] * (len(layers) - 1)]
+    for path, spec in specs:
+        around = model.get_submodule(path)
+        for part in attrs.asdict(spec, recurse=False).values():
+            for norm in part if isinstance(part, tuple) else (part,):
+                if isinstance(norm, NormSpec) and not isinstance(norm, GatedNormSpec):
+                    assert norm.epsilon == config.rms_norm_eps, path
+                    assert tuple(around.get_submodule(norm.module).weight.shape) == (norm.width,)
+        if isinstance(spec, MLASpec):
+            for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+                assert getattr(spec, name) == getattr(config, name), (path, name)
+        if isinstance(spec, MLASpec | GQASpec):
+            assert (spec.num_heads, spec.num_local_heads * tp) == (config.num_attention_heads,) * 2
+        if isinstance(spec, GQASpec):
+            groups = getattr(config, "num_attention_groups", None) or config.num_key_value_heads
+            width = config.head_dim or config.hidden_size // config.num_attention_heads
+            assert (spec.num_kv_heads, spec.head_dim) == (groups, width)
+        for linear, side, width, local_width in linears_of(spec):
+            assert misfit(linear, side, width, local_width, tp) is None, path
+            weight = around.get_submodule(linear.path).weight
+            assert (linear.local_out_features, linear.local_in_features) == tuple(weight.shape)
+
+
+def test_every_class_that_is_declared_is_one_of_vllms() -> None:
+    """A misspelt declaration would never be noticed otherwise."""
+    with kernels():
+        for recipe in DEFAULTS.values():  # whose own imports go in a circle
+            import_model(recipe.model_class)
+        for key, owner in registry.layer_classes().items():
+            if owner == "vllm_uncompiled":
+                assert isinstance(import_model(key), type)
+
+
+def test_what_reads_a_norm_is_found() -> None:
+    """Of those whose norms the model calls by themselves."""
+    for architecture in ("AliceAIForCausalLM", "HYV4ForCausalLM", "MiniMaxM3SparseForCausalLM", "Step5ForCausalLM"):
+        model, _ = build_default(architecture)
+        assert norms_that_feed_nothing(model) <= {"HYV4MLAAttention.kv_a_layernorm"}, architecture

@@ -161,7 +161,7 @@ def test_a_norm_is_no_layer_and_no_layer_is_close_to_it(key: str) -> None:
         ("sglang.srt.models.llama9:LlamaDecoderLayer", "sglang.srt.models.llama:LlamaDecoderLayer"),
         ("sglang.srt.models.qwen3:Qwen3MLP", "sglang.srt.models.qwen2:Qwen2MLP"),
         ("sglang.srt.models.new:KimiK4DecoderLayer", "sglang:KimiK3DecoderLayer"),
-        ("my.lib:DeepseekV4Model", "transformers:DeepseekV3Model"),
+        ("my.lib:DeepseekV4Model", "vllm.models.deepseek_v4.nvidia.model:DeepseekV4Model"),
         ("vllm.x:GptOssModel2", "vllm:GptOssModel"),
         ("my.lib:DeepseekV3AttentionPlus", "transformers:DeepseekV3Attention"),
         ("vllm.model_executor.models.gpt_oss:Embedding", None),

@@ -1,0 +1,243 @@
+"""vLLM's models of which no published config is at hand, on the meta device: from the default config of their class, and what vLLM asks for besides.
+
+    model = build_default("HYV4ForCausalLM", quantization_config=BLOCK)
+
+Those are written for one GPU family. What they import of kernels is a stand-in while they are built, and no kernel is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from vllm_host import config_on_cpu, import_model, vllm_parallel, without_gpu  # isort: skip  (before vllm)
+from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import ModelRegistry
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.triton_utils import tl
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends import fa_utils
+from vllm_started import PlainExperts
+
+_CONFIGS = "vllm.transformers_utils.configs"
+_MODELS = "vllm.models"
+
+
+@frozen
+class Recipe:
+    """How to build one."""
+
+    config: str
+    "`module:Class` of its config."
+    model_class: str
+    more: Mapping[str, Any] = {}
+    "What vLLM asks for, and the default config does not say, or what vLLM refuses of it."
+    hopper: bool = False
+    "Whether it asks for the GPU that it is built for."
+    kernels: Mapping[str, str] = {}
+    "Module -> what of it would load one."
+    fp8: bool = True
+    "Whether vLLM takes it quantised so."
+    plain: tuple[str, ...] = ()
+    "Linears that vLLM refuses quantised, as far as a layer has them."
+
+    def quantised(self, how: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        """The key of a config that says it."""
+        ignored = [f"model.layers.{index}.{name}" for index in range(layers) for name in self.plain]
+        return {"quantization_config": {**how, "ignored_layers": ignored}} if self.fp8 else {}
+
+
+DEFAULTS: Mapping[str, Recipe] = {
+    "AliceAIForCausalLM": Recipe(
+        "transformers:Qwen3NextConfig",
+        "vllm.model_executor.models.alice_ai:AliceAIForCausalLM",
+        {
+            "block_attn_res_block_size": 8, "kda_allow_negative_eigenvalues": False, "router_score_function": "sigmoid",
+            "router_bias_correction": True, "linear_num_key_heads": 32,
+        },
+    ),
+    "BeamForCausalLM": Recipe(f"{_CONFIGS}.beam:BeamConfig", f"{_MODELS}.beam.nvidia.model:BeamForCausalLM"),
+    "DeepseekV4ForCausalLM": Recipe(
+        "transformers:DeepseekV4Config", f"{_MODELS}.deepseek_v4.nvidia.model:DeepseekV4ForCausalLM", hopper=True
+    ),
+    "Dots3NoteForCausalLM": Recipe(
+        f"{_CONFIGS}.dots3_note:Dots3NoteConfig",
+        f"{_MODELS}.dots3_note.nvidia.model:Dots3NoteLanguageModelForCausalLM",
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "first_k_dense_replace": 1,
+            "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128, "swa_num_attention_heads": 64, "swa_qk_nope_head_dim": 128,
+            "swa_qk_rope_head_dim": 64, "swa_v_head_dim": 128, "swa_q_lora_rank": 1536, "swa_kv_lora_rank": 512, "swa_rope_theta": 1e4,
+            "sliding_window_size": 512, "apply_mla_qkv_lora_rescale": True, "attention_gate_type": "headwise",
+            "swa_attention_gate_type": "headwise",
+        },
+        kernels={"vllm.v1.attention.backends.mla.prefill.flash_attn": "flash_attn_varlen_func"},
+    ),
+    "Glm5NextForCausalLM": Recipe(
+        "transformers:Glm5NextTextConfig",
+        f"{_MODELS}.glm5next.common.model:Glm5NextForCausalLM",
+        {
+            "mhc": True, "mla_use_nope": True, "indexer_rope_interleave": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        },
+    ),
+    "HYV4ForCausalLM": Recipe(f"{_CONFIGS}.hy_v4:HYV4Config", f"{_MODELS}.hy_v4.nvidia.model:HYV4ForCausalLM"),
+    "InklingForCausalLM": Recipe(
+        "transformers:InklingTextConfig", f"{_MODELS}.inkling.nvidia.model:InklingForCausalLM", {"model_type": "inkling_model"}
+    ),
+    "MiniMaxM3SparseForCausalLM": Recipe(
+        f"{_CONFIGS}.minimax_m3:MiniMaxM3Config", f"{_MODELS}.minimax_m3.nvidia.model:MiniMaxM3SparseForCausalLM"
+    ),
+    "MuseSpark1xForCausalLM": Recipe(
+        "transformers:MuseSparkTextConfig", f"{_MODELS}.muse_spark.nvidia.model:MuseSpark1xForCausalLM", {"num_shared_experts": 0}, fp8=False
+    ),
+    "Qwen4ExpForCausalLM": Recipe(
+        "transformers:Qwen4ExpTextConfig", f"{_MODELS}.qwen4_exp.nvidia.model:Qwen4ExpForCausalLM", {"output_gate_type": "sigmoid"}
+    ),
+    "Step5ForCausalLM": Recipe(
+        f"{_CONFIGS}.step5:Step5Config",
+        f"{_MODELS}.step5.nvidia.model:Step5ForCausalLM",
+        {
+            "sparse_config": {"enabled": True, "num_provider_groups": 8}, "use_moe": True, "use_head_wise_attn_gate": True,
+            "num_attention_heads": 64, "head_dim": 192, "use_moe_router_bias": True, "need_fp32_gate": True, "num_hidden_layers": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 512,
+        },
+        hopper=True,
+        kernels={"vllm.models.step5.nvidia.sparse_attention": "_shared_adapter"},
+        plain=("self_attn.qkv_indexer_proj",),
+    ),
+}  # fmt: skip
+"""By the architecture."""
+
+
+class _StandIn(ModuleType):
+    """A module with whatever is asked of it."""
+
+    __path__: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules that are not there, or that load kernels of a GPU."""
+
+    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        found = name.partition(".")[0] == "torchvision"
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        return None
+
+
+class _Anything:
+    def __getattr__(self, _: str) -> _Anything:
+        return self
+
+
+def _nothing(*_: Any, **__: Any) -> bool:
+    return True
+
+
+@contextlib.contextmanager
+def kernels() -> Iterator[None]:
+    """Stand-ins for what these models import of kernels. What is not vLLM's is gone afterwards."""
+    flash = _StandIn("flash")
+    flash.__dict__.update(is_fa_version_supported=_nothing, fa_version_unsupported_reason=lambda *_: None)
+    names = {
+        "vllm.vllm_flash_attn": flash,
+        "vllm.vllm_flash_attn.flash_attn_interface": flash,
+        "vllm.third_party.deep_gemm": _StandIn("deep_gemm"),
+        "vllm.third_party.deep_gemm.utils": _StandIn("utils"),
+    }
+    before = {name: sys.modules.get(name) for name in names}
+    sys.modules.update(names)
+    sys.meta_path.append(finder := _StandIns())
+    try:
+        with contextlib.ExitStack() as stack:
+            for name in ("flash_attn_varlen_func", "get_scheduler_metadata", "reshape_and_cache_flash", "compile_flash_attn_varlen_func_from_specs"):  # fmt: skip
+                stack.enter_context(mock.patch.object(fa_utils, name, _nothing, create=True))
+            stack.enter_context(mock.patch.object(tl, "extra", _Anything(), create=True))
+            yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
+            del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _on(recipe: Recipe) -> Iterator[None]:
+    """What a model asks of the device while it is built."""
+    with contextlib.ExitStack() as stack:
+        if recipe.hopper:
+            answer = mock.Mock(return_value=DeviceCapability(9, 0))
+            stack.enter_context(mock.patch.object(type(current_platform), "get_device_capability", answer))
+            stack.enter_context(mock.patch.object(torch.accelerator, "current_device_index", return_value=0))
+        for name, what in recipe.kernels.items():
+            stack.enter_context(mock.patch.object(importlib.import_module(name), what, _nothing))
+        yield
+
+
+def build_default(
+    architecture: str, *, tp: int = 1, rank: int = 0, quant: Mapping[str, Any] | None = None, **more: Any
+) -> tuple[nn.Module, Any]:
+    """Build a model of `DEFAULTS` as one of several ranks, quantised where vLLM takes that: the model, and its text config.
+
+    ``more`` are further keys of its config.
+    """
+    recipe = DEFAULTS[architecture]
+    module, _, name = recipe.config.partition(":")
+    said = json.loads(getattr(importlib.import_module(module), name)().to_json_string(use_diff=False))
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        whole = {**said, **recipe.more, **more, "architectures": [architecture]}
+        whole |= {} if quant is None else recipe.quantised(quant, whole.get("num_hidden_layers", 0))
+        (Path(folder) / "config.json").write_text(json.dumps(whole))
+        stack.enter_context(without_gpu())
+        stack.enter_context(kernels())
+        model_class = import_model(recipe.model_class)
+        ModelRegistry.register_model(architecture, model_class)
+        stack.enter_context(mock.patch.object(VllmConfig, "use_v2_model_runner", True))
+        config = config_on_cpu(
+            folder,
+            tp=tp,
+            rank=rank,
+            whole_experts=True,
+            model={"dtype": "bfloat16", "max_model_len": 512, "language_model_only": True},
+            compilation={"mode": CompilationMode.NONE},
+        )
+        config.kernel_config.enable_jit_warmup = False
+        stack.enter_context(set_current_vllm_config(config))
+        stack.enter_context(vllm_parallel(tp, rank))
+        stack.enter_context(
+            mock.patch.object(RoutedExperts, "_get_quant_method", lambda _, _p, _q, moe: PlainExperts(moe))
+        )
+        stack.enter_context(_on(recipe))
+        stack.enter_context(set_default_torch_dtype(torch.bfloat16))
+        stack.enter_context(torch.device("meta"))
+        return initialize_model(config, model_class=model_class), config.model_config.hf_text_config
