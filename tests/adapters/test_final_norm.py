@@ -7,13 +7,24 @@ from typing import Any
 import attrs
 import pytest
 import standins_sglang
+import torch
 from fake_ranks import cut, ranks
 from helpers import fresh_model, real_model
 from standins import Rank, module
 from torch import nn
 
 from layerfuse import registry
-from layerfuse.adapters import WHOLE, FinalNormSpec, MissingAttributeError, NormSpec, Parallel, SpecError
+from layerfuse.adapters import (
+    WHOLE,
+    Adapter,
+    Facts,
+    FinalNormSpec,
+    MissingAttributeError,
+    NormSpec,
+    Parallel,
+    SpecError,
+    norm,
+)
 
 
 def final_norms(model: Any) -> list[tuple[str, FinalNormSpec]]:
@@ -95,3 +106,30 @@ def test_a_model_in_a_model_gives_its_own_final_norm_before_what_follows() -> No
     paths = [path for path, _ in registry.specs_in(pair)]
     assert paths[183:185] == ["main.model", "draft.model.layers.0"]
     assert paths[-1] == "draft.model"
+
+
+def test_the_epsilon_of_a_norm_that_holds_none_is_the_layers() -> None:
+    class Trunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.eps, self.norm = nn.ModuleList([nn.Linear(64, 64)]), 1e-4, nn.Module()
+            self.norm.weight = nn.Parameter(torch.ones(64))
+
+    Trunk.__module__ = "theirs.model"
+    words = {
+        "hidden_size": "layers.-1.out_features",
+        "layer_index": {"path": "layers", "as": "length"},
+        "tp_weight": "layers.-1.in_features",
+        "final_norm": norm("norm", layer_epsilon="eps"),
+    }
+    made = registry.Registry()
+    made.register_adapter(Adapter("theirs", {"theirs.model:Trunk": Facts(FinalNormSpec, words)}))
+    trunk = Trunk()
+    assert made.spec_for(trunk).final_norm == NormSpec(width=64, epsilon=1e-4)
+    assert "final_norm.epsilon" in str(made.explain(trunk))
+    trunk.eps = None
+    with pytest.raises(SpecError, match="epsilon"):
+        made.spec_for(trunk)
+    del trunk.eps
+    with pytest.raises(MissingAttributeError, match=r"does not say its final_norm\.epsilon"):
+        made.spec_for(trunk)

@@ -191,7 +191,7 @@ def kernels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on(recipe: Recipe) -> Iterator[None]:
+def on(recipe: Recipe) -> Iterator[None]:
     """What a model asks of the device while it is built."""
     with contextlib.ExitStack() as stack:
         if recipe.hopper:
@@ -203,6 +203,16 @@ def _on(recipe: Recipe) -> Iterator[None]:
         yield
 
 
+def write_config(architecture: str, folder: Path, quant: Mapping[str, Any] | None = None, **more: Any) -> None:
+    """Write the config.json of a model of `DEFAULTS`, with further keys."""
+    recipe = DEFAULTS[architecture]
+    module, _, name = recipe.config.partition(":")
+    said = json.loads(getattr(importlib.import_module(module), name)().to_json_string(use_diff=False))
+    whole = {**said, **recipe.more, **more, "architectures": [architecture]}
+    whole |= {} if quant is None else recipe.quantised(quant, whole.get("num_hidden_layers", 0))
+    (folder / "config.json").write_text(json.dumps(whole))
+
+
 def build_default(
     architecture: str, *, tp: int = 1, rank: int = 0, quant: Mapping[str, Any] | None = None, **more: Any
 ) -> tuple[nn.Module, Any]:
@@ -211,13 +221,9 @@ def build_default(
     ``more`` are further keys of its config.
     """
     recipe = DEFAULTS[architecture]
-    module, _, name = recipe.config.partition(":")
-    said = json.loads(getattr(importlib.import_module(module), name)().to_json_string(use_diff=False))
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        whole = {**said, **recipe.more, **more, "architectures": [architecture]}
-        whole |= {} if quant is None else recipe.quantised(quant, whole.get("num_hidden_layers", 0))
-        (Path(folder) / "config.json").write_text(json.dumps(whole))
+        write_config(architecture, Path(folder), quant, **more)
         stack.enter_context(without_gpu())
         stack.enter_context(kernels())
         model_class = import_model(recipe.model_class)
@@ -237,7 +243,7 @@ def build_default(
         stack.enter_context(
             mock.patch.object(RoutedExperts, "_get_quant_method", lambda _, _p, _q, moe: PlainExperts(moe))
         )
-        stack.enter_context(_on(recipe))
+        stack.enter_context(on(recipe))
         stack.enter_context(set_default_torch_dtype(torch.bfloat16))
         stack.enter_context(torch.device("meta"))
         return initialize_model(config, model_class=model_class), config.model_config.hf_text_config

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import nn
 
 from layerfuse import fusion, registry
-from layerfuse.adapters import Adapter, Facts, ResidualSpec, const
+from layerfuse.adapters import ActivationQuant, Adapter, Facts, FinalNormSpec, ResidualSpec, SpecError, const
+from layerfuse.fusion.sites import STREAM, sites_of
 from layerfuse.registry import files
 from layerfuse.testing import small_model
 
@@ -154,3 +156,37 @@ def test_facts_that_forget_where_the_norms_stand_are_refused() -> None:
     made.register_adapter(Adapter("olmo", {"transformers:Olmo2DecoderLayer": forgetful}))
     with pytest.raises(ValueError, match="added_as_given: expected false where no norm reads the stream"):
         made.specs_in(olmo("Olmo2"))
+
+
+MIXED = "hyper-connections mix four streams in front of it"
+
+
+@pytest.mark.parametrize("called", [True, False], ids=["norms that are called", "norms in a kernel"])
+def test_in_front_of_a_norm_of_several_streams_no_add_is_expected(called: bool) -> None:
+    """Of norms that the layer calls a fusion with the quantisation behind them is; the layer lists no others."""
+    specs = registry.model("llama-3.1-8b").specs()
+    norms = {} if called else {"input_norms": (), "post_attention_norms": ()}
+    mixed = [
+        (path, attrs.evolve(spec, no_sum=MIXED, added_as_given=False, **norms))
+        if isinstance(spec, ResidualSpec)
+        else (path, attrs.evolve(spec, no_sum=MIXED) if isinstance(spec, FinalNormSpec) else spec)
+        for path, spec in specs
+    ]
+    streams = [site for path, spec in mixed for site in sites_of(path, spec) if site.role in STREAM]
+    assert {(site.adds, site.reduced) for site in streams} == {(False, 1)}
+    assert {site.absent for site in streams} == ({None} if called else {MIXED, None})
+    asked = fusion.FusionConfig.parse("add_rms_norm,rms_norm_group_quant", origin="the test")
+    planned = fusion.plan(
+        mixed, fusion.Target.named("sm90"), attrs.evolve(asked, quant=ActivationQuant(group_size=128))
+    )
+    expected = [decision for decision in planned.expected() if planned.site[decision.site].role in STREAM]
+    assert {decision.fusion for decision in expected} == ({"rms_norm_group_quant"} if called else set())
+    assert {planned.site[decision.site].role for decision in expected} == (set(BOTH) if called else set())
+    reasons = {d.reason for d in planned.decisions if d.fusion == "add_rms_norm"}
+    assert reasons == {MIXED}
+
+
+def test_who_says_that_there_is_no_sum_adds_nothing_as_given() -> None:
+    spec = registry.model("llama-3.1-8b").specs()[0][1]
+    with pytest.raises(SpecError, match="added_as_given: expected false where no sum stands in front of the norms"):
+        attrs.evolve(spec, no_sum=MIXED)
