@@ -68,7 +68,7 @@ class Options:
     "The file that the report is written to; None: beside what the engine's compiler keeps."
     few_token_linears: bool = field(default=False, validator=_is(bool, "true or false"))
     """Whether linears of 16 bits, and those of fp8 with scales of whole rows, in the graphs that vLLM compiles are layerfuse's for few tokens
-    (`few_token_linear`, `scaled_linear`). The one engine that was measured with the first was slower; the second has not been measured."""
+    (`few_token_linear`, `scaled_linear`). The engines that were measured, one with each, were slower."""
 
     def config(self) -> FusionConfig:
         """The same for plans.

@@ -40,6 +40,9 @@ MOST = 16
 """Tokens up to which a product is one launch of layerfuse's: at 64 DeepGEMM and FlashInfer are faster (bench/results/few_token_gemm-nvidia-h100.json), and
 at 32 they are where a weight is large."""
 
+LARGE = 1 << 25
+"""Numbers of an fp8 weight with a scale per column from which CUTLASS is as fast (bench/results/few_token_channels-nvidia-h100.json)."""
+
 WIDEST = 65536
 """Columns of a product up to which it is layerfuse's."""
 

@@ -375,9 +375,9 @@ def lines(rows: dict[int, dict[str, Row]], floors: dict[int, float]) -> Iterator
     """A shape's table: an entrant per line, a column per number of tokens, then what there is to say."""
     yield f"{'floor':40}" + "".join(f"{floor:8.1f}" for floor in floors.values())
     for name in dict.fromkeys(name for several in rows.values() for name in several):
-        each = [several[name] for several in rows.values()]
-        times = [row.us if row.us and not row.problem else math.nan for row in each]
-        notes = dict.fromkeys(row.problem for row in each if row.problem)
+        each = [several.get(name) for several in rows.values()]  # some enter for few tokens alone
+        times = [row.us if row and row.us and not row.problem else math.nan for row in each]
+        notes = dict.fromkeys(row.problem for row in each if row and row.problem)
         yield f"{name:40}" + "".join(f"{us:8.1f}" for us in times) + "  " + " | ".join(notes)
 
 

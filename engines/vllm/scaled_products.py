@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ...fusion.linear_ops import LARGE
 from ...fusion.match.calls import Call, call_of, name_of_op
 from ...fusion.match.values import is_contiguous, same_shape, value
 from .products import put_in_place, turned
@@ -67,7 +68,8 @@ def _fits(call: Call) -> bool:
         return False
     (tokens, depth), columns, bias = values.shape, turned_weight.shape[1], value(call[5])
     return (
-        values.dtype == turned_weight.dtype == torch.float8_e4m3fn
+        depth * columns < LARGE
+        and values.dtype == turned_weight.dtype == torch.float8_e4m3fn
         and turned_weight.shape[0] == depth
         and values.stride(1) == turned_weight.stride(0) == 1
         and (_is_one(scales) or same_shape(scales.shape, (tokens, 1)))

@@ -36,6 +36,7 @@ from ..declare import (
     Kernel,
     Like,
     LinearWeight,
+    NamedOp,
     Op,
     Output,
     Packed,
@@ -57,6 +58,7 @@ from ..declare import (
 )
 from .agreement import agree
 from .checks import checker
+from .linear import goes_beyond
 from .quantisation import MX_COLUMNS, empty_scales
 
 _LIBRARY = torch.library.Library("layerfuse", "FRAGMENT")
@@ -90,6 +92,7 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
     if op.mutated:
         _count_versions(op)
     known, inference_only, checked_always = backends.Memory(), op.backward is None, op.check is not None
+    more = handed_on(op)
 
     def run(x: Tensor, *args: Any) -> Any:
         # What passed once passes again: shapes, strides, dtypes, devices and options are all that is looked at.
@@ -100,6 +103,9 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
                 decision = backends.decision(name, x.device.type, case(x, *args))
                 agree(args[place - 1], f"layerfuse::{name}", decision)
             function = known.choose(signature(x, *args), name, case(x, *args), (x, *args))
+            # A backend meets the first call of a kind; what it hands on goes there directly from the second on.
+            if more is not None and signature(x, *args) in known:
+                known[signature(x, *args)] = more(x, *args) or function
         elif inference_only and torch.is_grad_enabled():
             check(x, *args)
         return function(x, *args)
@@ -283,6 +289,24 @@ def signature_maker(op: Op) -> Callable[..., Hashable]:
     source = f"lambda {', '.join(each.name for each in op.args)}: ({', '.join(parts)},)"
     made: Callable[..., Hashable] = eval(compile(source, f"<signature of {op.name}>", "eval"))
     return made
+
+
+def handed_on(op: Op) -> Callable[..., Callable[..., Any] | None] | None:
+    """From the op's arguments to what takes such calls, as an argument names it for more tokens than few; None: no argument does."""
+    named = [each.name for each in op.args if isinstance(each, NamedOp)]
+    if not named:
+        return None
+    names, tensors = (", ".join(each.name for each in op.args if each.is_tensor or every) for every in (True, False))
+    source = f"lambda other: lambda {names}: other({tensors})"
+    made = eval(compile(source, f"<beyond {op.name}>", "eval"))
+    place = [each.name for each in op.args].index(named[0])
+
+    def more(*args: Any) -> Callable[..., Any] | None:
+        other = goes_beyond(args[0], args[place])
+        found: Callable[..., Any] | None = None if other is None else made(other)
+        return found
+
+    return more
 
 
 # ---- the public function ---------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch._library.utils import lookup_op
 
+from ..linear_ops import LARGE as LARGE
 from ..linear_ops import MOST as MOST
 from .quantisation import quantise, scale_shape
 
@@ -79,6 +81,7 @@ def scaled_linear(
     return (product if bias is None else product + bias).to(out_dtype).view(*x.shape[:-1], len(weight))
 
 
+@functools.cache
 def op_of(name: str) -> Callable[..., Tensor]:
     """What is registered as `namespace::op`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -225,7 +226,13 @@ def test_more_tokens_are_the_other_ops() -> None:
     backends.force("triton")
     try:
         given = given_of(MOST + 1, 64, 128)
-        assert ops.group_quant_linear(**given, beyond="layerfuse_test_linears::product").eq(1).all()
+        with mock.patch.object(linear, "make_ready") as ready:
+            for _ in range(3):
+                assert ops.group_quant_linear(**given, beyond="layerfuse_test_linears::product").eq(1).all()
+            assert ready.call_count == 1, "from the second call on it goes there directly"
+            with backends.counting() as counted:
+                ops.group_quant_linear(**given, beyond="layerfuse_test_linears::product")
+            assert counted == {"group_quant_linear": 1}
         few = given | {"x": given["x"][:MOST]}
         assert not ops.group_quant_linear(**few, beyond="layerfuse_test_linears::product").eq(1).all()
     finally:

@@ -264,5 +264,5 @@ def test_it_is_an_op_for_any_number_of_tokens(scheme: tuple[str, str]) -> None:
 @pytest.mark.parametrize("most", [8, 16])
 def test_a_program_holds_few_groups_and_all_programs_have_some(columns: int, depth: int, most: int) -> None:
     shape = linear.scaled_shape_of(columns, depth, most)
-    assert shape.held <= 4 and shape.held <= shape.groups <= 8
+    assert shape.held <= shape.groups <= 8 and shape.held * shape.block <= 1024
     assert shape.groups * (shape.split - 1) < depth / shape.block <= shape.groups * shape.split

@@ -97,17 +97,20 @@ def plain_shape_of(columns: int, depth: int, most: int) -> PlainShape:
     return plain_shape(depth, 64, 256, 2, 2, 4)
 
 
-_LARGE = 1 << 25
-"""Numbers of a weight from which programs take twice as much of the depth."""
+_DEEP = 4096
+"""Of the depth: from here on programs take more of it for 16 tokens."""
 
 
 def scaled_shape_of(columns: int, depth: int, most: int) -> PlainShape:
-    """Of weights in fp8: as many bytes on their way as in `shape_of`, in programs that leave few parts of a large weight. Not tuned yet.
+    """Of weights in fp8, by bench/results/few_token_channels-nvidia-h100.json: the fastest of each size among those that were tried.
 
     The arguments are those of `plain_shape_of`.
     """
-    groups = 4 if columns * depth < _LARGE else 8
-    return plain_shape(depth, 64, 128, groups, 4, 2 if most == _FEWEST else 4)
+    if columns * depth >= linear.LARGE:
+        return plain_shape(depth, 64, 256, *((2, 2, 2) if most == _FEWEST else (4, 2, 4)))
+    if most == _FEWEST:
+        return plain_shape(depth, 64, 128, 8, 8, 4)
+    return plain_shape(depth, 64, 256, 4, 2, 4) if depth >= _DEEP else plain_shape(depth, 64, 128, 4, 4, 4)
 
 
 def buckets() -> tuple[int, ...]:
