@@ -242,7 +242,7 @@ CODE = (
     ),
     Code(
         fusions=("add_rms_norm", *quantised("add_rms_norm", "rms_norm")),
-        by="a kernel of the model's own for the add and the norm where its stream is in float32, and else an add by itself",
+        by="apply_step5_add_rms_norm in the code of the model where its stream is in float32, and else an add by itself",
         architectures=_STEP5,
         kept=True,
     ),

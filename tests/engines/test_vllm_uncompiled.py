@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import os
+import re
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import attrs
 import pytest
@@ -19,11 +23,10 @@ import pytest
 pytest.importorskip("vllm_layers")
 from vllm_layers import build_model, fp8_kernel  # isort: skip  (before vllm)
 from vllm_defaults import DEFAULTS, build_default, kernels  # isort: skip  (before vllm)
+import by_hand
 import torch
 import vllm
 from test_vllm_specs import BLOCK
-from vllm.config import vllm as config
-from vllm.model_executor.models.registry import _VLLM_MODELS
 from vllm_host import import_model
 from whole_models import norms_that_feed_nothing
 
@@ -32,7 +35,7 @@ from layerfuse.adapters import FinalNormSpec, GatedMLPSpec, GatedNormSpec, GQASp
 from layerfuse.adapters.specs import Parallel
 from layerfuse.engines.compiled_module import CompiledModule
 from layerfuse.engines.standing import Standing
-from layerfuse.engines.vllm import register
+from layerfuse.engines.vllm import native_fusions, register
 from layerfuse.engines.vllm.native_fusions import Place, uncompiled
 from layerfuse.engines.vllm.seams import SEAMS
 from layerfuse.fusion import FusionConfig, Target, plan
@@ -45,7 +48,9 @@ from layerfuse.testing.compare import linears_of, misfit
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm-uncompiled.md"
 RELEASE = importlib.metadata.version("vllm")
-LISTED = sorted(getattr(config, "DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES", ()))
+VLLM = Path(vllm.__file__).parent
+LISTED = by_hand.listed(VLLM)
+FILES = by_hand.files_of(VLLM)
 BUILT = {
     "DeepseekV32ForCausalLM": "deepseek-v3.2",
     "GlmMoeDsaForCausalLM": "glm-5",
@@ -109,31 +114,9 @@ def _why(planned: Plan, site: str) -> str:
     return min(reasons, key=lambda why: ("vLLM" not in why, "no residual" in why))
 
 
-def sources_of(architecture: str) -> list[ast.Module]:
-    """The files of vLLM that define an architecture, but for AMD's and Intel's."""
-    file, _ = _VLLM_MODELS[architecture]
-    root = Path(vllm.__file__).parent
-    place = root.joinpath(*file.split(".")[1:]) if file.startswith("vllm.") else root / "model_executor/models" / file
-    files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
-    return [ast.parse(each.read_text()) for each in files if not {"amd", "xpu", "third_party"} & {*each.parts}]
-
-
-def by_hand(trees: list[ast.Module]) -> list[str]:
-    """The functions that fuse something and are called there, by their names."""
-    called = {
-        getattr(node.func, "id", getattr(node.func, "attr", ""))
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and "self" not in {each.id for each in ast.walk(node.func) if isinstance(each, ast.Name)}
-    }
-    return sorted(name for name in called if name.startswith(("fused_", "maybe_fused")) and "_moe_" not in name)
-
-
 def unread(architecture: str, trees: list[ast.Module]) -> str:
     """What is known of an architecture that was not built."""
-    file, _ = _VLLM_MODELS[architecture]
-    alike = next((name for name in READ if name in _VLLM_MODELS and _VLLM_MODELS[name][0] == file), None)
+    alike = next((name for name in READ if FILES.get(name) == FILES[architecture]), None)
     layers = {
         node.name: {each.id for each in node.bases if isinstance(each, ast.Name)}
         for tree in trees
@@ -151,8 +134,8 @@ def page() -> str:
     """The page of the docs."""
     placed, others = [], []
     for architecture in LISTED:
-        trees = sources_of(architecture) if architecture in _VLLM_MODELS else []
-        hand = ", ".join(f"`{name}`" for name in by_hand(trees)) or "-"
+        trees = [tree for _, tree in by_hand.sources(VLLM, FILES[architecture])] if architecture in FILES else []
+        hand = ", ".join(f"`{name}`" for name in by_hand.by_hand(trees)) or "-"
         if architecture in READ:
             placed += [f"| `{architecture}` | {row} |" for row in rows_of(architecture)]
         why = "in the table above" if architecture in READ else unread(architecture, trees)
@@ -169,7 +152,8 @@ a fusion, what stands there, and the reason for all others. `make test-engines` 
 |---|---|---|---|---|---|
 {rows}
 
-What the code of all of them fuses by hand are the functions that it calls:
+What the code of all of them fuses by hand are the functions that it calls. `python tests/engines/by_hand.py SITE-PACKAGES/vllm` shows for a
+new release which of them are called no longer or as well, and which `forward` or such a function is other code:
 
 | architecture | read | calls |
 |---|---|---|
@@ -177,9 +161,13 @@ What the code of all of them fuses by hand are the functions that it calls:
 """
 
 
-@pytest.mark.skipif(
-    RELEASE.split("+")[0] not in (PAGE.read_text() if PAGE.exists() else RELEASE), reason="the page is of another vLLM"
+of_the_page = pytest.mark.skipif(
+    RELEASE.split("+")[0] not in PAGE.read_text() and not os.environ.get("UPDATE_DOCS"),
+    reason="the page is of another vLLM",
 )
+
+
+@of_the_page
 def test_every_site_stands_or_has_its_reason() -> None:
     register()
     found = page()
@@ -248,3 +236,58 @@ def test_what_reads_a_norm_is_found() -> None:
     for architecture in ("AliceAIForCausalLM", "HYV4ForCausalLM", "MiniMaxM3SparseForCausalLM", "Step5ForCausalLM"):
         model, _ = build_default(architecture)
         assert norms_that_feed_nothing(model) <= {"HYV4MLAAttention.kv_a_layernorm"}, architecture
+
+
+@of_the_page
+def test_what_the_models_do_by_hand_is_as_recorded() -> None:
+    found = by_hand.read(VLLM)
+    if os.environ.get("UPDATE_DOCS"):
+        by_hand.main(str(VLLM), "--write")
+    assert by_hand.differences(json.loads(by_hand.RECORD.read_text()), found) == []
+
+
+def test_what_another_release_does_is_shown(tmp_path: Path) -> None:
+    model = f"{VLLM}/models/minimax_m3/nvidia/model.py"
+    for file in (f"{VLLM}/config/vllm.py", f"{VLLM}/model_executor/models/registry.py", model):
+        to = tmp_path / Path(file).relative_to(VLLM)
+        to.parent.mkdir(parents=True)
+        shutil.copy(file, to)
+    used = tmp_path / "model_executor/layers/fused_allreduce_gemma_rms_norm.py"
+    used.parent.mkdir()
+    shutil.copy(VLLM / "model_executor/layers" / used.name, used)
+
+    def known() -> by_hand.Read:
+        trees = {"vllm.models.minimax_m3": tmp_path / "models/minimax_m3"}
+        with mock.patch.object(by_hand, "listed", return_value=["MiniMaxM3SparseForCausalLM"]):
+            assert all(each.exists() for each in trees.values())
+            return by_hand.read(tmp_path)
+
+    before, place = known(), tmp_path / Path(model).relative_to(VLLM)
+    text = place.read_text()
+    place.write_text(
+        text.replace("hidden_states, residual, self.input_layernorm\n", "hidden_states, residual, self.other\n")
+    )
+    used.write_text(used.read_text().replace("if tp_size == 1:", "if tp_size < 2:"))
+    m3 = "vllm.models.minimax_m3: "
+    assert by_hand.differences(before, known()) == [
+        f"{m3}model_executor/layers/{used.name}:fused_allreduce_gemma_rms_norm is other code",
+        f"{m3}models/minimax_m3/nvidia/model.py:MiniMaxM3DecoderLayer.forward is other code",
+    ]
+    place.write_text(text.replace("fused_allreduce_gemma_rms_norm", "fused_reduce"))
+    found = by_hand.differences(before, known())
+    assert {f"{m3}fused_reduce is there now", f"{m3}fused_allreduce_gemma_rms_norm is gone"} <= {*found}
+
+
+def test_what_is_said_of_the_code_of_a_model_is_called_there() -> None:
+    """Each function that a row of `CODE` names, in the files of each of its architectures or in those that these import."""
+    for row in native_fusions.CODE:
+        names = set(re.findall(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+", row.by))
+        for architecture in row.architectures:
+            called = set[str]()
+            for _, tree in by_hand.sources(VLLM, FILES[architecture]):
+                called |= by_hand.calls(tree)
+                for node in ast.walk(tree):
+                    if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm.models."):
+                        for _, other in by_hand.sources(VLLM, str(node.module)):
+                            called |= by_hand.calls(other)
+            assert names and names <= called, (architecture, row.by)
