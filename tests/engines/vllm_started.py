@@ -476,11 +476,17 @@ def started(name: str, cache: Path, **config: Any) -> Iterator[Started]:
 
 
 def load(config: VllmConfig) -> Started:
-    """Load a model as a worker does, with weights that make its numbers worth comparing."""
+    """Load a model as a worker does, with seeded weights."""
     model = get_model(vllm_config=config)
     for module in model.modules():
         if isinstance(module, QwenGatedDeltaNetAttention):
             module._forward_method = module.forward_cuda  # what a GPU's platform would choose
+    filled(model)
+    return Started(config=config, model=model)
+
+
+def filled(model: nn.Module) -> None:
+    """Give a model weights that make its numbers worth comparing."""
     generator = torch.Generator().manual_seed(0)
     for path, parameter in model.named_parameters():
         if parameter.is_floating_point():
@@ -488,7 +494,6 @@ def load(config: VllmConfig) -> Started:
             drawn = drawn + 0.11 if path.endswith("input_scale") else drawn
             # The same numbers in every dtype.
             parameter.data.copy_((drawn + 0.9 if "norm" in path else drawn - 0.1).bfloat16())
-    return Started(config=config, model=model)
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
