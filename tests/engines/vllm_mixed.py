@@ -212,7 +212,7 @@ def served(options: Any, steps: int, seed: int, dtype: str, mode: str = "NONE") 
                     how = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, logprobs=2, detokenize=False)
                     engine.add_request(str(coming), {"prompt_token_ids": prompt}, how)
                     coming += 1
-                if chance.random() < 0.01:  # somebody is no longer there
+                if coming and chance.random() < 0.01:  # somebody is no longer there
                     engine.abort_request([str(chance.randrange(coming))])
                 for done in engine.step():
                     drawn = done.outputs[0]
