@@ -271,6 +271,11 @@ def _query_in_fp8(attention: Any) -> bool:
     return bool(attention.kv_cache_dtype.startswith("fp8") and attention.impl.supports_quant_query_input)
 
 
+def _quantised(linear: nn.Module) -> bool:
+    weight = linear._parameters.get("weight")
+    return weight is None or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32)
+
+
 def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str]) -> Any:
     attention = wrapper.mla_attn
     q_norm, kv_norm, rope = spec.q_norm, spec.kv_norm, spec.rope
@@ -286,6 +291,7 @@ def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str]) -> Any:
         pairs="interleaved" if rope.interleaved else "halves",  # type: ignore[union-attr]
         cache_dtype=cache_dtype,
         query_dtype=current_platform.fp8_dtype() if _query_in_fp8(attention) else None,
+        without_gaps=_quantised(attention.kv_b_proj),
         around=native(wrapper, bypassed=BYPASSED, values=False),
         stood=native_call(attention, (attention.impl, WRITE[2])),
         waiting=waiting,

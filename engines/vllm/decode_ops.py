@@ -10,6 +10,8 @@ and ropes are: there it is launched for prompts, whatever the step that a graph 
 
 from __future__ import annotations
 
+import ast
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable
@@ -74,6 +76,8 @@ class Layer:
     "What a cache that vLLM keeps as bytes is looked at as; None: as it is."
     query_dtype: torch.dtype | None
     "The fp8 dtype that the attention kernel takes its query in; None: that of the layer."
+    without_gaps: bool
+    "Whether the projection of a prompt's keys and values wants rows without gaps, as those do that quantise."
     around: Native = field(repr=False)
     "What vLLM would run in the whole layer."
     stood: Native = field(repr=False)
@@ -262,8 +266,10 @@ def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer
     layer.calls += 1
     metadata, attention, cache, slots = vllm_mla.get_attention_context(layer.name)
     heads = layer.heads(q)
-    # What is replayed with a graph says nothing here.
-    decodes = layer.decodes(metadata, cache, slots, entries.shape[0]) if in_pieces() else _here.decodes
+    decodes = metadata is not None and metadata.num_actual_tokens == metadata.num_decode_tokens
+    if decodes:
+        # What is replayed with a graph says nothing here.
+        decodes = layer.decodes(metadata, cache, slots, entries.shape[0]) if in_pieces() else _here.decodes
     _here.decodes = False  # where plain torch makes the next layer's latents, nobody says so
     if decodes:
         count = metadata.num_actual_tokens
@@ -284,12 +290,29 @@ def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer
             attention._v_up_proj(attended, out=output[:count])
             layer.has_decoded()
             return
-    latent, rope = entries.split([attention.kv_lora_rank, attention.qk_rope_head_dim], -1)
+    latent, rope = entries.split_with_sizes((attention.kv_lora_rank, attention.qk_rope_head_dim), -1)
     rope = rope.unsqueeze(1)
     if slots is not None and not decodes:
-        vllm_mla.unified_mla_kv_cache_update(latent, rope, layer_name, attention.kv_cache_dtype, attention._k_scale)
-    # Quantising projections want rows without gaps.
-    attention.forward_impl(heads, latent.contiguous(), rope, cache, metadata, output=output)
+        form, scale = attention.kv_cache_dtype, attention._k_scale
+        if _IS_ONE_CALL:
+            attention.update_kv_cache(latent, rope, cache, slots, metadata, form, scale)
+        else:
+            vllm_mla.unified_mla_kv_cache_update(latent, rope, layer_name, form, scale)
+    if layer.without_gaps:
+        latent = latent.contiguous()
+    attention.forward_impl(heads, latent, rope, cache, metadata, output=output)
+
+
+def called(function: Callable[..., Any]) -> set[str]:
+    """The names of what a function calls, from its source."""
+    calls = [node.func for node in ast.walk(ast.parse(inspect.getsource(function))) if isinstance(node, ast.Call)]
+    return {each.attr if isinstance(each, ast.Attribute) else ast.unparse(each) for each in calls}
+
+
+_IS_ONE_CALL = called(vllm_mla.unified_mla_kv_cache_update) == {
+    "_resolve_layer_name", "get_attention_context", "prepare_kv_cache_update", "update_kv_cache", "empty"
+}  # fmt: skip
+"""Whether vLLM's op finds a layer and calls its cache write, as in 0.33: ours has found it already. (What is prepared is of caches in tiers.)"""
 
 
 def _plain(name: Any) -> str:

@@ -9,6 +9,7 @@ import ast
 import contextlib
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -42,10 +43,12 @@ from vllm.model_executor import custom_op
 from vllm.model_executor.layers import mla
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
+from vllm_layers import RELEASE
 from vllm_paged import GUARD, paged, written
 from vllm_started import loaded_from_cache
 
 from layerfuse.engines.vllm import decode, decode_beyond, decode_facts, decode_ops, decode_trial, loading, plugin
+from layerfuse.engines.vllm.releases import NEWEST
 from layerfuse.fusion import FusionMissedError
 from layerfuse.fusion.backends import counting, listening
 
@@ -231,6 +234,77 @@ def test_in_graphs_of_pieces_each_step_launches_the_same_and_decodes_as_vllm_doe
             assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_rope": 3} and len(written) == 3
     lines = said(caplog)
     assert IN_PIECES in lines and DECODED not in lines
+
+
+def calls_of(engine: Any, requests: Any) -> int:
+    """How many functions a step calls, Python's and C's."""
+    counted = 0
+
+    def see(_frame: Any, event: str, _given: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        engine.step(requests)
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+@pytest.mark.skipif(RELEASE != NEWEST, reason="its cache write is not one call")
+def test_a_step_beyond_graphs_calls_no_more_functions_than_vllms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's time of a prompt is that of Python: nothing in front of an attention may cost more of it."""
+    monkeypatch.setattr(decode_beyond, "endpoint_for", lambda _: 4)
+    found = []
+    for on in (False, ON):
+        with paged("deepseek-v3", tmp_path / str(bool(on)), layerfuse=on, mode="VLLM_COMPILE") as engine:
+            for sequence in (0, 1):
+                engine.step(((sequence, 20),))
+            found.append(calls_of(engine, ((2, 20),)))
+    own, ours = found
+    assert ours <= own
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_vllms_cache_write_of_a_prompt_is_called_as_its_op_calls_it(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That op finds the layer that ours has found already: where it then makes one call, that is made without it."""
+    assert (RELEASE == NEWEST) == decode_ops._IS_ONE_CALL
+    monkeypatch.setattr(decode_ops, "_IS_ONE_CALL", direct and decode_ops._IS_ONE_CALL)
+    with paged("deepseek-v3", tmp_path / "own", layerfuse=False, mode="NONE") as engine:
+        engine.step(STEPS[0][0])
+        own = engine.bytes()
+    with paged("deepseek-v3", tmp_path / "ours", layerfuse=ON, mode="NONE") as engine:
+        written.clear()
+        engine.step(STEPS[0][0])
+        assert len(written) == 3
+        for name, held in engine.bytes().items():
+            torch.testing.assert_close(held.view(torch.float32), own[name].view(torch.float32), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stored", [None, "fp8"])
+def test_entries_of_a_prompt_are_copied_for_a_projection_that_quantises_alone(
+    stored: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: set[tuple[int, ...]] = set()
+    prefill = vllm_paged._prefill
+
+    def noted(impl: Any, q: Tensor, latent: Tensor, *args: Any, **kwargs: Any) -> None:
+        given.add(latent.stride())
+        prefill(impl, q, latent, *args, **kwargs)
+
+    monkeypatch.setattr(vllm_paged, "_prefill", noted)
+    config: dict[str, Any] = {"dtype": "bfloat16", "overrides": DENSE_FP8} if stored else {}
+    kernel = fp8(ROWS) if stored else contextlib.nullcontext()
+    with kernel, paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE", **config) as engine:
+        engine.step(STEPS[0][0])
+        (attention, *_) = engine.layers.values()
+        width, rope = attention.kv_lora_rank, attention.qk_rope_head_dim
+    assert given == {(width if stored else width + rope, 1)}
 
 
 def test_a_refusal_elsewhere_meanwhile_leaves_a_step_as_it_began(tmp_path: Path) -> None:
