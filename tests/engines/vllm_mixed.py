@@ -46,8 +46,8 @@ AT_ONCE, A_STEP = 6, 48
 VOCABULARY = 128
 GRAPHS = 8
 """Tokens of a step behind which graphs hold plain torch, where the model is compiled, as if CUDA graphs ended there."""
-MODELS = {"float32": TWO_LAYERS["deepseek-v3"], "bfloat16": {"num_hidden_layers": 2, "first_k_dense_replace": 2}}
-"""In bfloat16 without experts: where two of them are alike, rounding chooses another one, and a text goes on with other numbers."""
+EXPERTS, DENSE = TWO_LAYERS["deepseek-v3"], {"num_hidden_layers": 2, "first_k_dense_replace": 2}
+"""Of the model. Where two experts are alike, rounding chooses another one, and a text goes on with other numbers."""
 _BUILD = MLACommonMetadataBuilder.build
 
 kinds: Counter[str] = Counter()
@@ -153,15 +153,19 @@ def _on_cpu() -> Iterator[None]:
         yield
 
 
-def served(options: Any, steps: int, seed: int, dtype: str, mode: str = "NONE") -> dict[str, Any]:
+def served(
+    options: Any, steps: int, seed: int, dtype: str, mode: str = "NONE", cache: str = "auto", dense: bool = False
+) -> dict[str, Any]:
     """Serve for so many steps. Which requests come, and which are given up, is left to the seed: no step depends on the tokens that were drawn.
 
     Args:
         options: layerfuse's.
         steps: of the engine.
         seed: of the requests.
-        dtype: of the model and its cache.
+        dtype: of the model.
         mode: of vLLM's compiler.
+        cache: its form.
+        dense: whether the model is without experts.
 
     Returns:
         `texts`: request -> its tokens, and how far the best two log probabilities were apart at each. `kinds`: how many steps were of each kind.
@@ -182,9 +186,12 @@ def served(options: Any, steps: int, seed: int, dtype: str, mode: str = "NONE") 
     def made(q: Tensor, kv: Tensor, k_rope: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return outputs(q, *q.shape), outputs(kv, kv.shape[0], kv.shape[-1] + k_rope.shape[-1])
 
-    config = engine_config("deepseek-v3", layerfuse=options, dtype=dtype, mode=mode, overrides=MODELS[dtype])
+    config = engine_config(
+        "deepseek-v3", layerfuse=options, dtype=dtype, mode=mode, overrides=DENSE if dense else EXPERTS
+    )
     config.compilation_config.splitting_ops = list(SPLIT)
     config.cache_config.num_gpu_blocks_override, config.cache_config.block_size = BLOCKS, BLOCK
+    config.cache_config.cache_dtype = cache
     config.cache_config.user_specified_block_size, config.cache_config.kv_cache_memory_bytes = True, 1 << 28
     scheduler = config.scheduler_config
     scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.enable_chunked_prefill = AT_ONCE, A_STEP, True
