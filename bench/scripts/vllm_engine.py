@@ -397,20 +397,26 @@ def _time_prompts(
 
 def _count_calls(result: dict[str, Any], engines: dict[str, Engine], number: int, length: int, until: float) -> None:
     """Of such a step, in each arm: all calls, and of which functions there are more or fewer than in the first arm."""
-    first: dict[str, float] = {}
+    first: dict[str, list[float]] = {}
     for arm in list(engines):
         ranks = _try(result, engines, arm, until, "prompt_calls", number, length)
         found = result["arms"][arm].get(f"prompts {number} x {length}")
         if ranks and found:
             counted = ranks[0]
             first = counted if arm == _first(result) else first
-            found |= {"calls": round(sum(counted.values())), "more_calls": _more(first, counted) if first else None}
+            found |= {"calls": round(sum(calls for calls, _ in counted.values()))}
+            found |= {"more_calls": _more(first, counted) if first else None}
 
 
-def _more(first: dict[str, float], others: dict[str, float]) -> dict[str, float]:
-    """What is called more often than in the first arm (or less), the greatest differences first."""
-    found = {name: round(others.get(name, 0) - first.get(name, 0), 1) for name in {**first, **others}}
-    return dict([each for each in sorted(found.items(), key=lambda each: -abs(each[1])) if each[1]][:60])
+def _more(first: dict[str, list[float]], others: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Of which functions there are more calls than in the first arm, or fewer, and how many microseconds more they take: most first."""
+    found = {
+        name: [round(b - a, 1) for a, b in zip(first.get(name, (0, 0)), others.get(name, (0, 0)), strict=True)]
+        for name in {**first, **others}
+    }
+    return dict(
+        sorted(((name, each) for name, each in found.items() if each[0]), key=lambda each: -abs(each[1][1]))[:80]
+    )
 
 
 def _interval(values: list[float]) -> list[float] | None:

@@ -6,8 +6,8 @@ the weights of `vllm_shapes` in the place of vLLM's dummy ones.
 
 from __future__ import annotations
 
+import cProfile
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ except ImportError:
 
 _managers: list[Any] = []
 _profiles: list[Any] = []
-_counts: list[Counter[Any]] = []
+_counts: list[cProfile.Profile] = []
 _filled: list[int] = []
 
 
@@ -103,25 +103,23 @@ class Probe:
         return steps.kernels(seen, times)
 
     def probe_count(self) -> None:
-        """Count calls of this thread from now on. In one process with the engine, its own are among them."""
-        counts: Counter[Any] = Counter()
+        """Count and time calls of this thread from now on. In one process with the engine, its own are among them."""
+        counts = cProfile.Profile()
         _counts.append(counts)
+        counts.enable()
 
-        def see(frame: Any, event: str, given: Any) -> None:
-            if event == "call":
-                counts[frame.f_code] += 1
-            elif event == "c_call":
-                counts[getattr(given, "__qualname__", "?")] += 1
-
-        sys.setprofile(see)
-
-    def probe_counted(self, times: int) -> dict[str, float]:
-        """Function -> calls since then, divided by so many times."""
-        sys.setprofile(None)
-        named: Counter[str] = Counter()
-        for what, count in _counts.pop().items():
-            named[what[-60:] if isinstance(what, str) else f"{Path(what.co_filename).name}:{what.co_qualname}"] += count
-        return {name: count / times for name, count in named.items()}
+    def probe_counted(self, times: int) -> dict[str, list[float]]:
+        """Function -> calls since then and microseconds in itself, with what the profiler adds, divided by so many times."""
+        counts = _counts.pop()
+        counts.disable()
+        found: dict[str, list[float]] = {}
+        for each in counts.getstats():
+            what = each.code
+            name = what[-60:] if isinstance(what, str) else f"{Path(what.co_filename).name}:{what.co_qualname}"
+            known = found.setdefault(name, [0.0, 0.0])
+            known[0] += each.callcount / times
+            known[1] += each.inlinetime * 1e6 / times
+        return found
 
     def probe_state(self) -> dict[str, Any]:
         """What this worker runs."""

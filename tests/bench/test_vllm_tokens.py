@@ -130,10 +130,12 @@ def test_calls_are_told_by_what_the_first_arm_does_less_often():
             return [self.calls, {}]
 
     result = {"arms": {arm: {"prompts 1 x 8": {"ms": 1.0}} for arm in ("vllm", "ours")}, "errors": {}}
-    _count_calls(result, {"vllm": Fake(a=3.0, b=1.0), "ours": Fake(a=3.0, c=7.25)}, 1, 8, 0.0)
+    _count_calls(
+        result, {"vllm": Fake(a=[3.0, 9.0], b=[1.0, 2.0]), "ours": Fake(a=[3.0, 8.0], c=[7.25, 1.5])}, 1, 8, 0.0
+    )
     assert [result["arms"][arm]["prompts 1 x 8"] for arm in ("vllm", "ours")] == [
         {"ms": 1.0, "calls": 4, "more_calls": {}},
-        {"ms": 1.0, "calls": 10, "more_calls": {"c": 7.2, "b": -1.0}},
+        {"ms": 1.0, "calls": 10, "more_calls": {"b": [-1.0, -2.0], "c": [7.2, 1.5]}},
     ]
 
 
