@@ -165,15 +165,20 @@ def quantiser_of(linear: Any) -> Any:
     vllm/model_executor/kernels/linear/scaled_mm: a kernel calls a `QuantFP8` of its own with its input, in front of its product; one that
     quantises inside of the product is itself the answer.
     """
+    kernel = kernel_of(linear)
+    inside = _entry(kernel.__class__) is read.flashinfer_or_deep_gemm
+    return kernel if inside else maybe(kernel, "quant_fp8")
+
+
+def kernel_of(linear: Any) -> Any:
+    """The kernel of a linear of vLLM's that quantises what it reads, or None where it is not known."""
     for holder in holders_of(linear)[0]:
         asked, entry = holder, _entry(holder.__class__)
         while isinstance(entry, Asks):
             asked = maybe(asked, entry.attribute)
             entry = _entry(asked.__class__)
-        if entry is read.flashinfer_or_deep_gemm:
+        if entry in (read.flashinfer_or_deep_gemm, read.quant_fp8):
             return asked
-        if entry is read.quant_fp8:
-            return maybe(asked, "quant_fp8")
     return None
 
 

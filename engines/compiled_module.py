@@ -21,6 +21,7 @@ from ..fusion.report import GraphRecord, Report, Use
 from ..fusion.rewrite import ModuleIndex, Pipeline
 from . import record_cache
 from .host import here
+from .linears import AtSeams
 from .pieces import Outline, PieceRecord, Sites
 from .placement import Placement
 from .process import once
@@ -95,8 +96,6 @@ class CompiledModule:
     "What takes some of its sites by code of its own; None: that is not asked for, or there is none."
     engine: Engine | None = None
     "What is planned for where it takes none."
-    few_token_linears: bool = False
-    "Whether linears of 16 bits, and of fp8 with scales of whole rows, in its graphs are layerfuse's for few tokens."
     pieces: list[Piece] = field(factory=list)
     artefact: Path | None = None
     "The file that the engine keeps the compiled module in."
@@ -105,8 +104,8 @@ class CompiledModule:
     from_cache: bool = False
     counted: Counter[str] | None = None
     "Calls of ops in the profiling run, which is the first call of the module, by the op's name; None before it."
-    shared: int = 0
-    "Linears of shared experts, which stand in no graph, whose few tokens are layerfuse's."
+    linears: AtSeams | None = None
+    "Linears that no graph shows, where layerfuse's products stand at seams."
     aside: Callable[[], Counter[str]] = field(default=Counter, repr=False)
     "Counts calls of fused ops at seams of shared experts, by the op's name."
     routed: Callable[[], int] = field(default=int, repr=False)
@@ -151,8 +150,7 @@ class CompiledModule:
     @property
     def active(self) -> bool:
         """Whether there is anything to rewrite."""
-        fusions = any(decision.kind in ("expected", "fallback") for decision in self.plan.decisions)
-        return fusions or self.few_token_linears
+        return any(decision.kind in ("expected", "fallback") for decision in self.plan.decisions)
 
     @property
     def run(self) -> str:
@@ -202,6 +200,7 @@ class CompiledModule:
                 uses=tuple(use for each in fresh for use in each.uses),
                 unattributed=tuple(sentence for each in fresh for sentence in each.unattributed),
                 strange=tuple(pair for each in fresh for pair in each.strange),
+                others=tuple(op for each in fresh for op in each.others),
                 failed=next((each.failed for each in fresh if each.failed is not None), None),
             )
             known = self._records[key] = self.sites.anchored(outline, record)
@@ -281,6 +280,8 @@ class CompiledModule:
         made.unknown = dict(self.unknown)
         for piece in self.pieces:
             made.add(piece.record)
+        if self.linears is not None:
+            made.add(GraphRecord(graph=len(self.pieces), uses=tuple(self.linears.uses(self.run))))
         return made
 
     def ranges(self) -> dict[str, Counter[str]]:
@@ -289,6 +290,10 @@ class CompiledModule:
         for piece in self.pieces:
             calls = found.setdefault(piece.tokens, Counter())
             calls.update(use.form for use in piece.record.uses if use.form is not None)
+            calls.update(piece.record.others)
+        at_seams = () if self.linears is None else tuple(self.linears.uses(self.run))
+        for calls in found.values():
+            calls.update(use.form for use in at_seams if use.form is not None)
         return found
 
 
@@ -318,6 +323,7 @@ def _kept(data: Mapping[str, Any]) -> Piece:
             uses=uses,
             unattributed=tuple(record["unattributed"]),
             strange=tuple(map(tuple, record["strange"])),
+            others=tuple(record["others"]),
             failed=record["failed"],
         ),
         sites=tuple(data["sites"]),

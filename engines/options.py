@@ -24,6 +24,9 @@ BACKEND = "LAYERFUSE_BACKEND"
 NAME = "mla_decode"
 """Among the `fusions` that are asked for, and no fusion of graphs: see `placement`."""
 
+LINEARS = "few_token_linear", "few_token_linear_row_quant"
+"""The fusions that an option of their own asks for, too."""
+
 
 class OptionsError(LayerfuseError, ValueError):
     """Options that do not exist, or values of another type; all of them at once."""
@@ -67,8 +70,7 @@ class Options:
     report: str | None = field(default=None, validator=[_is(str, "a path"), _file])
     "The file that the report is written to; None: beside what the engine's compiler keeps."
     few_token_linears: bool = field(default=False, validator=_is(bool, "true or false"))
-    """Whether linears of 16 bits, and those of fp8 with scales of whole rows, in the graphs that vLLM compiles are layerfuse's for few tokens
-    (`few_token_linear`, `scaled_linear`). The engines that were measured, one with each, were slower."""
+    "As `few_token_linear` and `few_token_linear_row_quant`, each with a plus, among the `fusions`."
 
     def config(self) -> FusionConfig:
         """The same for plans.
@@ -94,6 +96,8 @@ class Options:
                 raise FusionConfigError(f"{error} Beside the fusions of graphs, there is {NAME}.") from None
         else:
             config = FusionConfig(strict=self.strict)
+        if self.few_token_linears:
+            config = attrs.evolve(config, switches={**dict(config.switches), **dict.fromkeys(LINEARS, True)})
         check_signs(words, said)  # of `mla_decode` too
         return config if self.level is None else attrs.evolve(config, level=self.level, origin=origin)
 

@@ -47,6 +47,7 @@ class PieceRecord:
     unattributed: tuple[str, ...] = ()
     strange: tuple[tuple[str, str], ...] = ()
     "As in `GraphRecord`, of the piece that it was recorded in."
+    others: tuple[str, ...] = ()
     failed: str | None = None
 
 
@@ -126,7 +127,11 @@ class Sites:
                 )
             )
         return PieceRecord(
-            uses=tuple(uses), unattributed=record.unattributed, strange=record.strange, failed=record.failed
+            uses=tuple(uses),
+            unattributed=record.unattributed,
+            strange=record.strange,
+            others=record.others,
+            failed=record.failed,
         )
 
     def in_piece(self, outline: Outline, record: PieceRecord, number: int) -> GraphRecord | None:
@@ -154,6 +159,7 @@ class Sites:
             uses=tuple(uses),
             unattributed=record.unattributed,
             strange=record.strange,
+            others=record.others,
             failed=record.failed,
         )
 
@@ -173,8 +179,8 @@ class Sites:
 
 
 def _path(site: Site) -> str:
-    """The module that tells a site from every other: its first norm, or the layer where it has none."""
-    module = site.norms[0].module if site.norms else None
+    """The module that tells a site from every other: its first norm or its linear, or the layer where it has neither."""
+    module = site.modules[0]
     return site.layer if module is None else join(site.layer, module)
 
 
@@ -194,5 +200,6 @@ def from_dict(data: Mapping[str, Any]) -> PieceRecord:
         uses=uses,
         unattributed=tuple(data["unattributed"]),
         strange=tuple(map(tuple, data["strange"])),
+        others=tuple(data["others"]),
         failed=data["failed"],
     )

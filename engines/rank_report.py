@@ -11,8 +11,6 @@ from attrs import field, frozen
 
 from ..adapters.errors import LayerfuseError
 from ..fusion.catalog import FUSIONS
-from ..fusion.linear_ops import BLOCK_SCALED, FEW_TOKEN_LINEAR, SCALED_LINEAR
-from ..fusion.ops.linear import MOST
 from ..fusion.planning import Plan
 from ..fusion.report import FusionMissedError, Missed, Report
 from .compiled_module import CompiledModule
@@ -176,13 +174,9 @@ def _notes(compiled: CompiledModule) -> Iterable[str]:
         yield f"{sources['cache']} graphs came from Inductor's cache with the records of those that filled it"
     if sources["unknown"]:
         yield f"{sources['unknown']} graphs came from a cache without a record"
-    linears = 0 if compiled.counted is None else sum(compiled.counted[op.name] for op in BLOCK_SCALED)
-    if linears:
-        shared = f", {compiled.shared} of them of shared experts" if compiled.shared else ""
-        yield f"{linears} fp8 products are layerfuse's for up to {MOST} tokens{shared}"
-    for op, which in ((FEW_TOKEN_LINEAR, "linears of 16 bits"), (SCALED_LINEAR, "fp8 linears with scales of rows")):
-        if compiled.counted is not None and compiled.counted[op.name]:
-            yield f"{compiled.counted[op.name]} {which} are layerfuse's for up to {MOST} tokens"
+    others = Counter(piece.tokens for piece in compiled.pieces for _ in piece.record.others)
+    if others:
+        yield f"{max(others.values())} linears that no spec lists are layerfuse's for few tokens too"
     if compiled.routed():
         yield f"the routed experts of {compiled.routed()} layers are layerfuse's for few tokens"
     if compiled.placed is not None and compiled.placed.why_not is None:

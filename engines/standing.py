@@ -23,6 +23,7 @@ from ..adapters.errors import LayerfuseError
 from ..adapters.specs import FinalNormSpec, KernelSpec, LinearSpec
 from ..fusion.catalog import FUSIONS
 from ..fusion.ops import FUNCTIONS
+from ..fusion.planning import Decision
 from ..fusion.report import GraphRecord, Use
 from ..fusion.rewrite.attribution import is_around, join
 from ..fusion.rewrite.unknown_norms import UnknownNorm
@@ -80,7 +81,7 @@ class Standing:
 
     def put_in(self) -> None:
         """Let the planned ops stand at their sites. Those at which some were to stand before are left as they are."""
-        for decision in self.compiled.plan.expected():
+        for decision in self._expected():
             if decision.site in self.asked:
                 continue
             self.asked.add(decision.site)
@@ -91,6 +92,11 @@ class Standing:
                     self.stands[decision.site] = fusion
                     break
                 self.missed.setdefault(decision.site, problem)
+
+    def _expected(self) -> list[Decision]:
+        """What is expected at the sites that have a place here: products of linears stand at seams of their own."""
+        plan = self.compiled.plan
+        return [each for each in plan.expected() if plan.site[each.site].linear is None]
 
     def _put_in(self, site: Site, fusion: str) -> str | None:
         """Why not, or None."""
@@ -304,7 +310,7 @@ class Standing:
     def take_down(self) -> None:
         """Write what the first run was as a record of the compiled module."""
         uses, unreached = [], []
-        for decision in self.compiled.plan.expected():
+        for decision in self._expected():
             site = decision.site
             stands = self.stands.get(site, decision.fusion)
             op = self.forms.get(site, FUSIONS[stands].op.name)
@@ -355,12 +361,16 @@ def _one(several: tuple[Any, ...]) -> Any:
 
 @contextmanager
 def counted(compiled: CompiledModule) -> Iterator[None]:
-    """Count the fused ops that are called while this lasts, but for those in shared experts, which no graph and no site holds."""
+    """Count the fused ops that are called while this lasts, but for the products inside of shared experts, which no graph and no site holds."""
     from ..fusion.backends import counting
 
     before, placed = compiled.aside(), 0 if compiled.placed is None else compiled.placed.calls()
+    linears = compiled.linears
+    at_seams = {} if linears is None else linears.calls()
     with counting() as calls:
         yield
+    if linears is not None:
+        linears.ran = {site: counts - at_seams[site] for site, counts in linears.calls().items()}
     compiled.counted = calls - (compiled.aside() - before)
     if compiled.placed is not None:
         compiled.counted[compiled.placed.name] = compiled.placed.calls() - placed

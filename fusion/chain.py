@@ -26,6 +26,7 @@ from .steps import (
     FusionError,
     GatedNorm,
     HeadNorm,
+    Linear,
     Norm,
     Pad,
     Quant,
@@ -116,6 +117,12 @@ class Fusion:
     "Its kernels, the preferred one first: AITER and Triton for a chain of the family. The op's reference comes after them."
     limit: Limit | None = field(default=None, repr=False)
     "Up to how many tokens it is taken at a site; None: any number, everywhere."
+    also: tuple[Op, ...] = field(default=(), repr=False)
+    "Ops that it is put there with as well, where another chain has done a part of it."
+    goes_with: str | None = None
+    "A word of `formats.FORMATS`: in an engine it is on where a chain that quantises so is, unless it is switched. None: it goes alone."
+    in_all: bool = True
+    "Whether `all` asks for it."
     owner: str = LAYERFUSE
     "The package that declares it."
     entry_point: str = ""
@@ -158,7 +165,7 @@ class Fusion:
     @cached_property
     def forms(self) -> tuple[Form, ...]:
         """The forms in the order in which they are tried: padded, then the chain itself, then the one that keeps the norm."""
-        found = [Form(chain=self.chain, op=self.op)]
+        found = [Form(chain=self.chain, op=op) for op in (self.op, *self.also)]
         if not self._is_composed:
             return tuple(found)
         if self.pads:
@@ -315,6 +322,7 @@ __all__ = [
     "FusionError",
     "GatedNorm",
     "HeadNorm",
+    "Linear",
     "Norm",
     "Pad",
     "Quant",

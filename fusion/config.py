@@ -219,7 +219,12 @@ class FusionConfig:
         if words == ["none"]:
             return cls(level=0, origin=origin, strict=strict)
         if words == ["all"]:
-            return cls(level=2, switches=dict.fromkeys(FUSIONS, True), origin=origin, strict=strict)
+            return cls(
+                level=2,
+                switches={name: True for name, fusion in FUSIONS.items() if fusion.in_all},
+                origin=origin,
+                strict=strict,
+            )
         alone = next((word for word in words if word in ("none", "all")), None)
         if alone is not None:
             raise FusionConfigError(
@@ -240,6 +245,7 @@ class FusionConfig:
         policy: Policy | None = None,
         quant: ActivationQuant | None = None,
         site: str | None = None,
+        companion: bool = False,
     ) -> str | None:
         """The reason why this fusion is off, as a sentence, or None where it is on.
 
@@ -251,12 +257,17 @@ class FusionConfig:
             policy: gives the reason where nothing does; the library's if not given.
             quant: how what reads the site quantises it.
             site: where; None asks for the fusion as such.
+            companion: whether a chain that it goes with is on there.
         """
         if site is not None and self.only is not None and (site, fusion.name) not in self.only:
             return f"{fusion.name} is not among what {self.origin} leaves on at this site"
         switch = dict(self.switches).get(fusion.name)
         if switch is not None:
             return None if switch else f"{fusion.name} is switched off by {self.origin}"
+        if companion:
+            return None
+        if engine is not None and fusion.goes_with is not None:
+            return f"{fusion.name} is off in {engine.name} unless switched on: it goes with fusions that quantise in the same way, and none is on here"
         if engine is not None and engine.name != "transformers" and measured is None:
             why = (shipped() if policy is None else policy).why_off(fusion.name, engine, quant)
             return f"{fusion.name} is off in {engine.name} unless switched on: {why}"

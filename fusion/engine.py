@@ -68,6 +68,9 @@ class Engine:
     inside: str | None = field(default="no pass of its compiler does", validator=_sentence)
     """Why a quantisation that a linear does inside of its op (`ActivationQuant.inside`) stays there, as a sentence; None: it is taken
     out where a fusion does it."""
+    linears: Mapping[str, str] | None = None
+    """Path of a linear -> why its product stays the engine's with few tokens too, as a sentence. None: there is no place for another
+    product than the engine's, and no linear is a site."""
     uncompiled: str | None = field(default=None, validator=_sentence)
     """Why it does not compile the model, as a sentence; fusions can then go in at module level only. None: it does."""
 

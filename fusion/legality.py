@@ -19,10 +19,12 @@ def legality(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant 
     """Whether a site has the steps of a fusion's chain, and the target takes them. Switches are not looked at."""
     if site.absent is not None:
         return Legality("not_applicable", site.absent)
-    if site.unknown is not None:
+    if site.unknown is not None and site.linear is None:
         return Legality("refused", site.unknown)
     try:
-        return _asked_of_steps(fusion, site, target, quant)
+        found = _asked_of_steps(fusion, site, target, quant)
+        kept = found.kind == "expected" and site.unknown is not None
+        return Legality("refused", site.unknown or "") if kept else found
     except FOREIGN as error:
         if fusion.owner == LAYERFUSE:
             raise
@@ -37,9 +39,11 @@ def _asked_of_steps(fusion: Fusion, site: Site, target: Target, quant: Activatio
         problem = step.why_not(at)
         if problem is not None:
             return problem
-    *others, last = [step.described(at) for step, at in asked if step.stage != SINKS]
+    before = [step.described(at) for step, at in asked if step.stage != SINKS]
+    behind = [step.described(at) for step, at in asked if step.stage == SINKS]
+    *others, last = before or behind
     what = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-    sinks = "".join(f", {step.described(at)}" for step, at in asked if step.stage == SINKS)
+    sinks = "".join(f", {each}" for each in behind if before)
     return Legality("expected", f"{what} one launch on {target}{sinks}")
 
 

@@ -18,7 +18,7 @@ from ..adapters.activation_quant import ActivationQuant
 from ..adapters.arguments import check_whole, expect
 from ..adapters.errors import ArgumentError, ArgumentValueError, did_you_mean, shown
 from ..adapters.layer_specs import LayerSpec
-from ..adapters.specs import AnySpec, ExpertsSpec, FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
+from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, LinearSpec, ResidualSpec
 from .alike import PLACE, Alike
 from .catalog import FUSIONS
 from .chain import LAYERFUSE, Fusion
@@ -28,7 +28,7 @@ from .engine import Engine
 from .legality import legality
 from .limits import TokenLimit
 from .policy import AT_SEAMS, Policy, shipped
-from .sites import FINAL, INPUT, Site, sites_of
+from .sites import FINAL, INPUT, Site, linear_sites, mixtures_of, sites_of
 from .steps import Kind, Legality
 from .target import Target
 
@@ -258,19 +258,25 @@ def plan(
             f"{len(twice)} layers have more than one spec of a type ({shown(layer)} has several {kind}); give each spec "
             "with the path of its own layer, as (path, spec)"
         )
-    mixtures: dict[int | None, ExpertsSpec | None]
-    mixtures = {s.layer_index: s.experts for _, s in placed if isinstance(s, ResidualSpec)}
+    mixtures = mixtures_of(placed)
     found = (
         site
         for layer, spec in placed
         for site in sites_of(layer, spec, mixtures.get(spec.layer_index) if isinstance(spec, GatedMLPSpec) else None)
     )
     sites = tuple(_reduced(placed, found))
-    roles = frozenset(site.role for site in sites)
+    linears = () if engine is None or engine.linears is None else tuple(linear_sites(placed, engine.linears, mixtures))
+    roles = frozenset(site.role for site in (*sites, *linears))
     mixed = frozenset(index for index, experts in mixtures.items() if experts is not None and index is not None)
     decide = _Decider(target, config, engine, shipped() if policy is None else policy, roles, mixed)
-    decisions = tuple(chain.from_iterable(map(decide, sites)))
-    return Plan(target=target, config=config, engine=engine, specs=placed, sites=sites, decisions=decisions)
+    decisions = list(chain.from_iterable(map(decide, sites)))
+    decide.formats = {form.word for d in decisions if d.applies and (form := FUSIONS[d.fusion].format) is not None}
+    if linears:
+        linears = tuple(_handed_over(linears, sites, decisions))
+    decisions += chain.from_iterable(map(decide, linears))
+    return Plan(
+        target=target, config=config, engine=engine, specs=placed, sites=(*sites, *linears), decisions=tuple(decisions)
+    )
 
 
 def several(specs: Any) -> Iterable[Placed]:
@@ -325,6 +331,21 @@ def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> It
         yield attrs.evolve(site, **known) if known else site
 
 
+def _handed_over(linears: Iterable[Site], sites: Iterable[Site], decisions: Iterable[Decision]) -> Iterable[Site]:
+    """The linears, with whether a chain that is expected quantises for them: as those say that were read."""
+    quantised = {d.site for d in decisions if d.applies and FUSIONS[d.fusion].format is not None}
+    paths = {
+        f"{site.layer}.{each.path}"
+        for site in sites
+        if site.name in quantised
+        for each in site.consumers
+        if isinstance(each, LinearSpec) and each.activation == site.quant
+    }
+    for site in linears:
+        given = site.linear is not None and f"{site.layer}.{site.linear.path}" in paths
+        yield attrs.evolve(site, handed_over=True) if given else site
+
+
 def _label(spec: AnySpec) -> str:
     name = f"layer {spec.layer_index}"
     if isinstance(spec, KernelSpec):
@@ -363,6 +384,8 @@ class _Decider:
         )
         self._alike = Alike(without=PLACE)
         self._known: dict[Any, list[tuple[str, Kind, str, Tokens]]] = {}
+        self.formats: set[str] = set()
+        "What chains that are expected quantise to, by the words of `FORMATS`: known when linears are decided."
 
     def __call__(self, site: Site) -> list[Decision]:
         alike = self._anywhere and self._config.only is None
@@ -459,7 +482,8 @@ class _Decider:
                 elsewhere = f"{elsewhere}; {figure}" if elsewhere is not None and figure is not None else elsewhere
             if elsewhere is not None:
                 return Legality("not_applicable", elsewhere)
-        off = self._config.why_off(fusion, engine, measured, self._policy, quant, site.name)
+        companion = engine is not None and fusion.goes_with in self.formats
+        off = self._config.why_off(fusion, engine, measured, self._policy, quant, site.name, companion)
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:
             refusal = refusal or limit.reason

@@ -58,6 +58,8 @@ class GraphRecord:
     "Sentences on norms that resemble a site's and could be assigned to none."
     strange: tuple[tuple[str, str], ...] = ()
     "Norms of the residual stream that belong to no layer that was read: the path of what holds one, and its name there."
+    others: tuple[str, ...] = ()
+    "Ops that were put in at linears of which the plan has no site."
     bodies: tuple[str, ...] = ()
     "Higher-order ops of the graph whose bodies hold norms: they are not rewritten."
     failed: str | None = None
@@ -265,9 +267,10 @@ class Report:
             return self.last.missed.get(fusion, {}).get(site)
         rivals = {d.fusion for d in self.plan.at(site) if d.kind == "expected"}
         # A use without a miss was fused otherwise, or its graph is for a number of tokens at which nothing is expected.
-        return None if uses or any(site in self._served(name) for name in rivals) else self.why_absent()
+        what = "its norms are" if self.plan.site[site].linear is None else "a product that layerfuse knows is"
+        return None if uses or any(site in self._served(name) for name in rivals) else self.why_absent(what)
 
-    def why_absent(self) -> str:
+    def why_absent(self, what: str = "its norms are") -> str:
         """Why a site without a use in any graph so far has none, as a sentence."""
         if not self.records:
             return "no graph was rewritten: the model was not called, Dynamo is off, or Inductor had the graph in its cache"
@@ -279,7 +282,7 @@ class Report:
         loose = [sentence for record in self.records for sentence in record.unattributed]
         hint = f"; norms that match no site: {'; '.join(loose[:3])}" if loose else ""
         plural = "s" if len(self.records) > 1 else ""
-        return f"its norms are in none of the {len(self.records)} compiled graph{plural}{hint}"
+        return f"{what} in none of the {len(self.records)} compiled graph{plural}{hint}"
 
     def why_hidden(self) -> str | None:
         """Why norms are in no graph, where bodies inside of graphs hold some, as a sentence; None where none do."""

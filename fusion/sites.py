@@ -5,7 +5,8 @@ The site is the unit of planning, matching and reporting. A layer has several, a
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
 from itertools import zip_longest
 
 import attrs
@@ -35,6 +36,7 @@ LATENTS = "latents"
 QK = "qk"
 OUTPUT = "output"
 ACTIVATION = "activation"
+LINEAR = "linear"
 
 
 @frozen(kw_only=True)
@@ -85,6 +87,11 @@ ROLES: dict[str, Role] = {
             doc="the product inside a gated MLP, before its down-projection",
             norms=0,
         ),
+        Role(
+            name=LINEAR,
+            doc="a linear of attention, an MLP or shared experts, in an engine that has a place for another product there",
+            norms=0,
+        ),
     )
 }
 """Every role a site can have."""
@@ -114,15 +121,28 @@ class Site:
     producers: tuple[LinearSpec, ...] = field(default=(), eq=False, repr=False)
     "The linear whose result is added to the residual in front of the norm, as it is; empty where no spec says it."
     experts: ExpertsSpec | None = field(default=None, eq=False, repr=False)
-    "The mixture that reads the norm, or whose shared experts the product is of."
+    "The mixture that reads the norm, or whose shared experts the product or the linear is of."
+    linear: LinearSpec | None = field(default=None, repr=False)
+    "The linear that stands here; None: none alone."
+    handed_over: bool = False
+    "Whether a chain in front of the linear is expected to quantise for it."
     absent: str | None = None
     "Why no fusion can stand here, as a sentence; None where one can."
     unknown: str | None = None
-    "Why the spec cannot say what stands here, as a sentence; None where it does."
+    "Why the spec cannot say what stands here, or why an engine keeps it to itself, as a sentence; None where neither is so."
+
+    @property
+    def modules(self) -> tuple[str | None, ...]:
+        """The paths below the layer of its norms, or of its linear; None in the place of one that is not known, or of the layer itself."""
+        if self.linear is not None:
+            return (self.linear.path,)
+        return tuple([norm.module for norm in self.norms]) or (None,)
 
     @property
     def quant(self) -> ActivationQuant | None:
-        """How what reads the first norm, or the product, quantises it: as read off the model."""
+        """How what reads the first norm, or the product, quantises it, or the linear what it reads: as read off the model."""
+        if self.linear is not None:
+            return self.linear.activation if isinstance(self.linear.activation, ActivationQuant) else None
         if self.norms:
             return self.norms[0].quant
         return self.spec.quant if isinstance(self.spec, GatedMLPSpec) else None
@@ -147,6 +167,8 @@ class Site:
     @property
     def consumers(self) -> tuple[LinearSpec | ExpertsSpec, ...]:
         """What reads what its norms, or its product, give: a mixture's router and experts, then linears; empty where they were not read."""
+        if self.linear is not None:
+            return ()
         if isinstance(self.spec, GatedMLPSpec):
             return self.spec.feeds
         mixture = () if self.experts is None else self.experts.reads
@@ -188,7 +210,8 @@ class Site:
     def name(self) -> str:
         """Unique in a plan: `model.layers.3.self_attn:latents`."""
         role = self.role + (f".{self.block}" if self.block else "")
-        return f"{self.layer}:{role}" if self.layer else role
+        layer = self.layer if self.linear is None else f"{self.layer}.{self.linear.path}".removeprefix(".")
+        return f"{layer}:{role}" if layer else role
 
     def __str__(self) -> str:
         return self.name
@@ -301,3 +324,106 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
                 )
             )
     return sites
+
+
+# ---- linears
+
+
+def mixtures_of(placed: Iterable[tuple[str, AnySpec]]) -> dict[int | None, ExpertsSpec | None]:
+    """The mixture of each decoder layer, by its index."""
+    return {spec.layer_index: spec.experts for _, spec in placed if isinstance(spec, ResidualSpec)}
+
+
+def linear_sites(
+    placed: Iterable[tuple[str, AnySpec]], left: Mapping[str, str], mixtures: Mapping[int | None, ExpertsSpec | None]
+) -> Iterator[Site]:
+    """A site for each linear of these layers, once: as they were read, or where none was, those that engines make of declared layers.
+
+    The second projection of MLA's key/value latent is none: with few tokens it is absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+
+    Args:
+        placed: (path, spec) pairs.
+        left: path of a linear -> why an engine keeps it to itself, as a sentence.
+        mixtures: as `mixtures_of` gives them.
+    """
+    placed = tuple(placed)
+    read = [(layer, spec, _linears_of(spec)) for layer, spec in placed]
+    if not any(linears for _, _, linears in read):
+        read = list(_declared(placed))
+    met: set[str] = set()
+    for layer, spec, linears in read:
+        for linear in linears:
+            path = f"{layer}.{linear.path}".removeprefix(".")
+            if path not in met:
+                met.add(path)
+                experts = _mixture_of(spec, linear, mixtures)
+                yield Site(
+                    layer=layer,
+                    role=LINEAR,
+                    norms=(),
+                    spec=spec,
+                    linear=linear,
+                    experts=experts,
+                    unknown=left.get(path),
+                )
+
+
+def _linears_of(spec: AnySpec) -> tuple[LinearSpec, ...]:
+    """Those that a spec was read with."""
+    if isinstance(spec, ResidualSpec):
+        norms = (*spec.input_norms, *spec.post_attention_norms)
+        return (*(each for norm in norms for each in (*norm.feeds, *norm.fed_by)), *spec.gives)
+    if isinstance(spec, MLASpec):
+        return () if spec.q_norm is None else spec.q_norm.feeds
+    if isinstance(spec, GatedDeltaNetSpec | Mamba2Spec):
+        return () if spec.output_norm is None else spec.output_norm.feeds
+    return spec.feeds if isinstance(spec, MLPSpec) else ()
+
+
+_MERGED: dict[type[AnySpec], tuple[str, ...]] = {
+    MLASpec: ("fused_qkv_a_proj", "q_b_proj", "o_proj"),
+    GQASpec: ("qkv_proj", "o_proj"),
+    MLPSpec: ("gate_up_proj", "down_proj"),
+}
+"""The linears of a declared layer as engines merge and call them. Those of delta nets and Mamba-2 are not known."""
+
+
+def _declared(placed: Iterable[tuple[str, AnySpec]]) -> Iterator[tuple[str, AnySpec, tuple[LinearSpec, ...]]]:
+    """The linears of layers that nobody has built: what they quantise, the checkpoint says of what reads the norms and the products."""
+    norms = {spec.layer_index: spec.input_norm for _, spec in placed if isinstance(spec, ResidualSpec)}
+    for layer, spec in placed:
+        names = next((names for kind, names in _MERGED.items() if isinstance(spec, kind)), ())
+        # A second attention of a layer counts on.
+        reads = spec if isinstance(spec, MLPSpec) else norms.get(spec.layer_index, next(iter(norms.values()), None))
+        said = None if reads is None else reads.quant or reads.unquantised
+        yield layer, spec, tuple([_unread(name, said) for name in names])
+
+
+@cache
+def _unread(path: str, activation: ActivationQuant | str | None) -> LinearSpec:
+    return LinearSpec(
+        path=path,
+        in_features=None,
+        local_in_features=None,
+        out_features=None,
+        local_out_features=None,
+        local_outputs=(),
+        style=None,
+        weight=None,
+        activation=activation,
+        takes_quantised=False,
+        shares_input=(),
+    )
+
+
+def _mixture_of(
+    spec: AnySpec, linear: LinearSpec, mixtures: Mapping[int | None, ExpertsSpec | None]
+) -> ExpertsSpec | None:
+    """The mixture whose shared experts a linear is of."""
+    mixture = mixtures.get(spec.layer_index)
+    if mixture is None:
+        return None
+    if isinstance(spec, MLPSpec):
+        return mixture if spec == mixture.shared else None
+    inside = mixture.path is not None and linear.path.startswith(f"{mixture.path}.")
+    return mixture if inside else None

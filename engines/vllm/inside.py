@@ -18,16 +18,20 @@ import importlib
 import inspect
 import operator
 import sys
+from collections import Counter
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...adapters.errors import FOREIGN
+from ...fusion.catalog.few_token_linear import BLOCKS
 from ...fusion.match.values import value
 from ...fusion.ops.linear import scales_shape
+from ..linears import Linears
 from ..native import NotNativeError, native_function
 
 KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.flashinfer"
@@ -95,16 +99,24 @@ LINEAR = torch.ops.layerfuse.group_quant_linear.default
 BLOCK_LINEAR = torch.ops.layerfuse.block_scaled_linear.default
 
 
-def product(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
-    """As `multiply`, by layerfuse's kernel where there are few tokens."""
-    if not is_layerfuses(weight, weight_scale):
+ran: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+"""Kernel of vLLM's whose few tokens are layerfuse's where no graph shows its product -> op -> calls."""
+
+
+def product(
+    place: Any, values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool
+) -> Tensor:
+    """As `multiply`, by layerfuse's kernel where there are few tokens and the plan expects that. `place`: vLLM's kernel."""
+    if place not in ran or not is_layerfuses(weight, weight_scale):
         return multiply(values, scales, weight, weight_scale, powers_of_two)
+    ran[place][BLOCK_LINEAR._opname] += 1
     found: Tensor = BLOCK_LINEAR(values, scales, weight, weight_scale, torch.bfloat16, True, BEYOND[powers_of_two][0])
     return found
 
 
-def linear(x: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
-    """As vLLM's op, by layerfuse's kernel where there are few tokens. Weights are as `is_layerfuses` takes them."""
+def linear(place: Any, x: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
+    """As vLLM's op, by layerfuse's kernel where there are few tokens. Weights are as `is_layerfuses` takes them, `place` is vLLM's kernel."""
+    ran[place][LINEAR._opname] += 1
     found: Tensor = LINEAR(x, weight, weight_scale, False, True, BEYOND[powers_of_two][1])
     return found
 
@@ -163,14 +175,15 @@ class TakenOut:
             node.meta["val"] = target(*torch.fx.map_arg(args, value))
         return node
 
-    def put_back(self) -> None:
+    def put_back(self, linears: Linears) -> None:
         """Let few tokens be multiplied by layerfuse, and more by DeepGEMM where a fusion has taken a quantisation, else by vLLM's op."""
         left = {values for values, _ in self._quantised.values()}
         for product in self._products:
             values, scales, weight, weight_scale, rounds = product.args
             # What a fusion that quantises nothing gives, where one stands in front.
             x = values.args[0].args[0] if values in left else None
-            few = is_layerfuses(weight, weight_scale, x)
+            op = (BLOCK_LINEAR if x is None else LINEAR)._opname if is_layerfuses(weight, weight_scale, x) else None
+            few = linears.replaces(product, BLOCKS, op)
             if x is not None:
                 again: tuple[Any, ...] = (getattr(torch.ops.vllm, NAME).default, x, weight, weight_scale, GROUP, rounds)
                 if few:

@@ -34,7 +34,6 @@ def key_for(compiled: CompiledModule) -> str:
     """
     said = [key_of(compiled.plan), _own_source(), torch.__version__, str(current_platform.get_pass_manager_cls())]
     said.append(f"{why_not_now(compiled.plan)}, {products.why_not()}")
-    said.append(str(compiled.few_token_linears))
     said.append(str(sorted(compiled.around.ignored)))
     if parallel_state.model_parallel_is_initialized():
         dtype = compiled.config.model_config.dtype

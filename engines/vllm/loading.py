@@ -12,14 +12,16 @@ from torch import nn
 
 from ... import registry
 from ...adapters.errors import UnknownLayerError
-from ...adapters.linear_quant import quantises_inside
+from ...adapters.linear_quant import kernel_of, quantises_inside
 from ...adapters.specs import AnySpec, FinalNormSpec
 from ...fusion.live_plan import module_index_of
 from ...fusion.planning import plan
+from ...fusion.sites import linear_sites, mixtures_of
 from ..compiled_module import CompiledModule, say_unfound
 from ..loading import NotFusedError, device_of, nothing, target_of, why_unfound
 from ..options import NAME, Options
 from ..process import of_each_class, once
+from . import products, shared_experts
 from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
 from .decode import Door
 from .decode_facts import LEFT, TAKES, beside
@@ -102,6 +104,7 @@ def compiled_modules_of(
         target = target_of(module)
         door = _door(module, inside, vllm_config, options.decode, target.arch, reason is None)
         engine = engine_for(vllm_config, target, reason, type(model).__name__)
+        engine = attrs.evolve(engine, linears=dict(_linears_left(module, inside, vllm_config)))
         taken = door is not None and door.stands
         left = ignored | {layer for layer, _ in specs} - {layer for layer, _ in here}
         around = attrs.evolve(
@@ -126,7 +129,6 @@ def compiled_modules_of(
                     at_modules=reason,
                     placed=door,
                     engine=engine,
-                    few_token_linears=options.few_token_linears and reason is None and "*" not in engine.refuses,
                 ),
             )
         )
@@ -173,6 +175,21 @@ def _door(
         once(logging.INFO, f"{LEFT} (it is on by default here)", door.why_not)
         return None
     return door
+
+
+def _linears_left(module: nn.Module, specs: list[tuple[str, AnySpec]], vllm_config: Any) -> Iterator[tuple[str, str]]:
+    """Path of a linear -> why its product stays vLLM's with few tokens too, as a sentence."""
+    for site in linear_sites(specs, {}, mixtures_of(specs)):
+        if site.linear is None or site.quant is None:
+            continue
+        path = f"{site.layer}.{site.linear.path}".removeprefix(".")
+        kernel, why = kernel_of(module.get_submodule(path)), None
+        if site.quant.inside and site.experts is not None:
+            why = shared_experts.why_not(vllm_config, kernel)
+        elif not site.quant.inside:
+            why = products.why_not_by(kernel)
+        if why is not None:
+            yield path, why
 
 
 def _say_quantised_inside(vllm_config: Any, model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
-from ...fusion.sites import FINAL
+from ...fusion.sites import FINAL, LINEAR
 from .decode_facts import CLASS, SPARSE_MODELS, why_no_mla
 from .switches import is_set
 
@@ -333,6 +333,7 @@ def compiled(place: Place, switched: Mapping[str, bool] | None = None) -> Engine
         does={name: f"vLLM does it: {by}; {INSTEAD}" for name, by in does.items()},
         experts=EXPERTS,
         inside=_inside(place),
+        linears={},
     )
 
 
@@ -357,7 +358,8 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
             keeps[name] = f"vLLM does it: {code.by}"
         else:
             does[name] = f"vLLM does it: {code.by}; {INSTEAD}"
-    without = [name for name in FUSIONS if name not in known and name not in keeps]
+    # Linears say it themselves: those of shared experts have a place all the same.
+    without = [name for name, each in FUSIONS.items() if LINEAR not in each.roles and name not in {*known, *keeps}]
     refuses = dict.fromkeys(without, f"{reason}; at module level there is no place for it")
     if not COPIED.isdisjoint(architectures):
         copied = "vLLM copies what the norm of this delta net gives before a linear reads it"
@@ -375,4 +377,5 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
         experts=EXPERTS,
         shared_apart=not SHARED_APART.isdisjoint(architectures),
         inside=_inside(place),
+        linears={},
     )

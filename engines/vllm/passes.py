@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import attrs
 import torch.fx
 from torch.fx import Graph
 from vllm.compilation.passes.inductor_pass import InductorPass
@@ -11,11 +13,13 @@ from vllm.distributed import parallel_state
 
 from ...fusion.catalog import FUSIONS
 from ...fusion.planning import Plan
+from ...fusion.report import GraphRecord
 from ...fusion.rewrite import Pipeline
+from ..linears import Linears
 from ..process import troubled
 from ..whose import module_of
 from . import plain_products, products, scaled_products
-from .few_tokens import expects_products, looks_inside
+from .few_tokens import looks_inside
 from .inside import TakenOut, why_not
 from .native import why_not_all_reduce, why_not_ops
 
@@ -26,9 +30,8 @@ AFTER = frozenset({"NoOpEliminationPass"})
 class FusionPass(InductorPass):  # type: ignore[misc]
     """Rewrites by a plan. Copies and unpickled ones of the same process write to the same report."""
 
-    def __init__(self, pipeline: Pipeline, key: str, start: str = "", linears: bool = False) -> None:
+    def __init__(self, pipeline: Pipeline, key: str, start: str = "") -> None:
         self.pipeline = pipeline
-        self._linears = linears
         self.start = start
         "Of the piece that is compiled next, as `record_cache.start_of` has it."
         self._key = key
@@ -53,14 +56,18 @@ class FusionPass(InductorPass):  # type: ignore[misc]
 
     def _rewrite(self, graph: Graph) -> None:
         taken = TakenOut(graph) if looks_inside(self.pipeline.plan) else None
-        self.pipeline(graph)
+        self.pipeline(graph, partial(self._multiply, taken))
+
+    def _multiply(self, taken: TakenOut | None, graph: Graph, record: GraphRecord) -> GraphRecord:
+        """Let few tokens of linears be multiplied by layerfuse where the plan expects that."""
+        linears = Linears(self.pipeline.plan, self.pipeline.around)
         if taken is not None:
-            taken.put_back()
-        if expects_products(self.pipeline.plan) and products.why_not() is None:
-            products.put_in(graph)
-        if self._linears:
-            plain_products.put_in(graph)
-            scaled_products.put_in(graph)
+            taken.put_back(linears)
+        if products.why_not() is None:
+            products.put_in(graph, linears)
+        plain_products.put_in(graph, linears)
+        scaled_products.put_in(graph, linears)
+        return attrs.evolve(record, uses=(*record.uses, *linears.uses), others=tuple(linears.others))
 
     def uuid(self) -> str:
         """Part of Inductor's key: changes with the key of the module (`keys.key_for`), with the group, and where a piece is distrusted.
@@ -70,7 +77,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         return f"{self._key} over {self._group}{self.start}"
 
     def __reduce__(self) -> Any:
-        return FusionPass, (self.pipeline, self._key, self.start, self._linears)
+        return FusionPass, (self.pipeline, self._key, self.start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         return self

@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ...fusion.catalog.few_token_linear import PLAIN
 from ...fusion.linear_ops import WIDEST
 from ...fusion.match.values import value
+from ..linears import Linears
 from .products import turned
 
 aten = torch.ops.aten
 LINEAR = torch.ops.layerfuse.few_token_linear.default
 
 
-def put_in(graph: Graph) -> None:
-    """Let few tokens be multiplied by layerfuse, in place. Products of two activations, and by what something writes to, stay."""
-    for node in list(graph.nodes):
+def put_in(graph: Graph, linears: Linears) -> None:
+    """Let few tokens be multiplied by layerfuse where linears expect that, in place. Products of two activations, and by what is written to, stay."""
+    for node in list(graph.nodes) if PLAIN in linears.fusions else ():
         if node.target is aten.mm.default:
             given: tuple[Any, ...] = (*node.args, None)
         elif node.target is aten.addmm.default and not node.kwargs:
@@ -26,7 +28,7 @@ def put_in(graph: Graph) -> None:
         else:
             continue
         x, weight, bias = given[0], turned(given[1]), given[2]
-        if _fits(x, weight, bias):
+        if linears.replaces(node, PLAIN, LINEAR._opname if _fits(x, weight, bias) else None):
             with graph.inserting_before(node):
                 made = graph.call_function(LINEAR, (x, weight, bias, False))
             made.meta = dict(node.meta)

@@ -400,9 +400,7 @@ def _add_pass(backend: Any, compiled: CompiledModule) -> None:
     try:
         from .passes import FusionPass, caller_of, insert
 
-        compiled.added = insert(
-            backend, FusionPass(compiled.pipeline, compiled.key, linears=compiled.few_token_linears)
-        )
+        compiled.added = insert(backend, FusionPass(compiled.pipeline, compiled.key))
         compiled.manager = caller_of(backend.pass_manager)
         if compiled.distrusts:
             backend.compiler_manager.cache.clear()  # pieces that were kept with the module

@@ -14,13 +14,18 @@ from attrs import frozen
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ...fusion.catalog.few_token_linear import BLOCKS
 from ...fusion.match.calls import Call, call_of, name_of_op
 from ...fusion.match.values import same_shape, value
 from ...fusion.ops.linear import BLOCK
+from ..linears import Linears
 from ..native import NotNativeError, native_function
+from ..whose import module_of
 from . import inside
+from .readers import PRODUCT
 
-DEEP_GEMM = "vllm.model_executor.kernels.linear.scaled_mm.deep_gemm"
+_KERNELS = "vllm.model_executor.kernels.linear.scaled_mm"
+DEEP_GEMM = f"{_KERNELS}.deep_gemm"
 """vLLM's module that defines the op."""
 
 aten = torch.ops.aten
@@ -93,14 +98,27 @@ def why_not() -> str | None:
     return None
 
 
-def put_in(graph: Graph) -> None:
-    """Let few tokens be multiplied by layerfuse in a graph, in place."""
-    for node in list(graph.nodes):
+def why_not_by(kernel: Any) -> str | None:
+    """The same of the product of one of vLLM's kernels."""
+    cls: Any = type(kernel)
+    if cls.__module__ not in (DEEP_GEMM, f"{_KERNELS}.cutlass"):
+        return f"no product of {cls.__qualname__} is known here"
+    name = PRODUCT if hasattr(cls, PRODUCT) else "apply_scaled_mm"
+    owner = module_of(getattr(cls, name))
+    if owner != cls.__module__:
+        return f"{name} of {cls.__qualname__} is from {owner}"
+    return why_not() if name == PRODUCT else None
+
+
+def put_in(graph: Graph, linears: Linears) -> None:
+    """Let few tokens be multiplied by layerfuse in a graph, in place, where its linears expect that."""
+    for node in list(graph.nodes) if BLOCKS in linears.fusions else ():
         read = READ.get(name_of_op(node) or "")
         if read is not None:
             call = call_of(node)
             product = read(call)
-            if product is not None and _fits(call, product):
+            op = inside.BLOCK_LINEAR._opname if product is not None and _fits(call, product) else None
+            if linears.replaces(call.node, BLOCKS, op) and product is not None:
                 _replace(graph, call, product)
 
 

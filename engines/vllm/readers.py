@@ -72,7 +72,7 @@ def _product(place: Any, powers_of_two: bool, wanted: Wanted) -> Callable[..., A
         given = wanted(A)
         if given is None:
             return own()
-        ours = partial(inside.product, given.values, given.scales, B, Bs, powers_of_two)
+        ours = partial(inside.product, place, given.values, given.scales, B, Bs, powers_of_two)
         return wanted.taken(given, own, ours, why_products_apart)
 
     return product

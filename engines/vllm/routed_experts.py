@@ -16,14 +16,13 @@ import torch
 from attrs import define, field
 from torch import nn
 
-from ...fusion.catalog import FUSIONS
 from ...fusion.ops.linear import BLOCK
 from ..compiled_module import CompiledModule
 from ..hooks import Hook, HookError, check
 from ..native import Native, NotNativeError, native_function, native_methods
 from ..process import once
 from ..trial import possible, raised, why_apart
-from .few_tokens import ARCH
+from .few_tokens import runs_experts
 
 METHODS = "vllm.model_executor.layers.fused_moe.experts."
 APPLY = Hook(
@@ -79,9 +78,7 @@ def native_rounds() -> Callable[[], bool]:
 
 
 def _is_on(compiled: CompiledModule) -> bool:
-    formats = {FUSIONS[each.fusion].format for each in compiled.plan.expected()}
-    grouped = any(each is not None and each.word == "group" for each in formats)
-    return grouped and compiled.plan.target.arch == ARCH and compiled.device.type == "cuda"
+    return runs_experts(compiled.plan) and compiled.device.type == "cuda"
 
 
 def _experts_in(module: nn.Module) -> Iterator[Any]:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ...fusion.catalog.few_token_linear import ROWS
 from ...fusion.linear_ops import LARGE
 from ...fusion.match.calls import Call, call_of, name_of_op
 from ...fusion.match.values import is_contiguous, same_shape, value
+from ..linears import Linears
 from .products import put_in_place, turned
 
 aten = torch.ops.aten
@@ -43,12 +45,12 @@ for _dtype, _name in ((torch.bfloat16, "scaled_product_bfloat16"), (torch.float1
     BEYOND[_dtype] = f"layerfuse_vllm::{_name}"
 
 
-def put_in(graph: Graph) -> None:
-    """Let few tokens be multiplied by layerfuse, in place. Products with scales of blocks, and by what something writes to, stay."""
-    for node in list(graph.nodes):
+def put_in(graph: Graph, linears: Linears) -> None:
+    """Let few tokens be multiplied by layerfuse where linears expect that, in place. Products with scales of blocks, and by what is written to, stay."""
+    for node in list(graph.nodes) if ROWS in linears.fusions else ():
         if name_of_op(node) == CUTLASS:
             call = call_of(node)
-            if _fits(call):
+            if linears.replaces(node, ROWS, LINEAR._opname if _fits(call) else None):
                 _replace(graph, call)
 
 

@@ -1,7 +1,7 @@
 """Shared experts, which vLLM runs behind an op of its own, so that no graph that it compiles shows their linears.
 
-Few tokens are multiplied there by layerfuse too, in the place of their kernels' product, under the same conditions as in graphs (`inside`).
-Where a dense MLP's silu * up would be quantised in the same launch, theirs is.
+Few tokens are multiplied there by layerfuse too, in the place of their kernels' product, where the plan expects it. Where a dense MLP's
+silu * up would be quantised in the same launch, theirs is.
 """
 
 from __future__ import annotations
@@ -17,84 +17,92 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from ...adapters.linear_quant import activation_quant_of, quantiser_of
+from ...adapters.linear_quant import kernel_of
 from ...adapters.specs import GatedMLPSpec
+from ...fusion.catalog.few_token_linear import BLOCKS
 from ...fusion.planning import plan
+from ...fusion.rewrite.attribution import join
+from ...fusion.sites import Site
 from ..compiled_module import CompiledModule
+from ..linears import AtSeams
 from ..native import Native, NotNativeError, native_methods
 from ..process import once
 from ..standing import Standing
 from ..whose import module_of
 from . import inside
-from .few_tokens import looks_inside
 from .readers import PRODUCT
 from .seams import SEAMS
 
 CLASS = "vllm.model_executor.layers.fused_moe.runner.shared_experts", "SharedExperts"
 TAKES = ("self", "A", "B", "As", "Bs")
 """What a kernel's product takes."""
-LEFT = "layerfuse: the linears of shared experts are left to vLLM: %s"
 GONE = "layerfuse: a linear of shared experts is vLLM's own from now on: %s"
 
 
 def put_in(compiled: CompiledModule, module: nn.Module) -> None:
-    """Let few tokens be layerfuse's in a module's shared experts, where its plan takes quantisations out of linears. Else it is said once why not."""
-    if not looks_inside(compiled.plan):
+    """Let few tokens be layerfuse's where the plan expects that and no graph shows it: in shared experts, and in a model that is not compiled."""
+    found = [compiled.plan.site[each.site] for each in compiled.plan.expected(BLOCKS)]
+    kernels = {
+        site.name: kernel_of(module.get_submodule(join(site.layer, site.linear.path)))
+        for site in found
+        if site.linear is not None and (site.experts is not None or compiled.at_modules is not None)
+    }
+    if not kernels:
         return
+    inside.ran.update({kernel: Counter() for kernel in kernels.values()})
+    compiled.linears = AtSeams(
+        fusion=BLOCKS, calls=lambda: {name: inside.ran[kernel].copy() for name, kernel in kernels.items()}
+    )
+    shared = [site for site in found if site.experts is not None]
+    if shared:
+        _stand(compiled, module, shared, kernels)
+
+
+def _stand(compiled: CompiledModule, module: nn.Module, sites: list[Site], kernels: dict[str, Any]) -> None:
+    """Stand at the products of shared experts' kernels, and at their silu * up."""
     mlps = [
         (site.layer, site.spec)
         for site in compiled.plan.sites
-        if isinstance(site.spec, GatedMLPSpec) and site.experts is not None
+        if isinstance(site.spec, GatedMLPSpec) and site.experts is not None and site.linear is None
     ]
-    shared = [each for each in module.modules() if (type(each).__module__, type(each).__qualname__) == CLASS]
-    shared += [module.get_submodule(path) for path, _ in mlps]
-    linears = {id(each): each for around in shared for each in around.modules()}
-    quants = ((each, activation_quant_of(each)) for each in linears.values())
-    places = [(quantiser_of(each), quant.use_ue8m0) for each, quant in quants if quant is not None and quant.inside]
-    if not places:
-        return
-    stood: list[Native] = []
-    try:
-        problem = inside.why_not() or _why_not(compiled, [place for place, _ in places])
-        if problem is None:
-            stood += [native_methods((place, PRODUCT)) for place, _ in places]
-    except NotNativeError as error:
-        problem = str(error)
-    if problem is not None:
-        once(logging.WARNING, LEFT, problem)
-        return
+    stood = {site.name: native_methods((kernels[site.name], PRODUCT)) for site in sites}
     alone = plan(mlps, compiled.plan.target, compiled.plan.config, compiled.plan.engine)
     standing = Standing(compiled=attrs.evolve(compiled, plan=alone), model=module, seams=SEAMS)
     standing.put_in()
     # Of all layers together: they call the same op.
     compiled.aside = lambda: Counter(standing.forms[site] for site in standing.ran.elements())
-    compiled.shared = len(places)
-    for (place, powers_of_two), held in zip(places, stood, strict=True):
-        if PRODUCT not in vars(place):  # else it takes what is quantised in front of it
-            setattr(place, PRODUCT, _product(place, powers_of_two, held))
+    for site in sites:
+        kernel = kernels[site.name]
+        if PRODUCT not in vars(kernel):  # else it takes what is quantised in front of it
+            setattr(
+                kernel, PRODUCT, _product(kernel, site.quant is not None and site.quant.use_ue8m0, stood[site.name])
+            )
 
 
-def _why_not(compiled: CompiledModule, places: list[Any]) -> str | None:
-    """Why nothing of ours can stand in these kernels, as a sentence, or None."""
+def why_not(vllm_config: Any, kernel: Any) -> str | None:
+    """Why nothing of ours can stand in a kernel of shared experts, as a sentence, or None."""
+    cls: Any = type(kernel)
     if not hasattr(sys.modules.get(CLASS[0]), CLASS[1]):
         return f"this vLLM runs them otherwise than by {'.'.join(CLASS)}"
-    if compiled.config.lora_config is not None:
+    if vllm_config.lora_config is not None:
         return "LoRA may add to them"
-    for place in places:
-        cls: Any = type(place)
-        if cls.__module__ != inside.KERNELS:
-            return f"{cls.__module__}.{cls.__qualname__} is no kernel of {inside.KERNELS}"
-        takes = tuple(inspect.signature(getattr(cls, PRODUCT)).parameters)
-        if takes != TAKES:
-            return f"{cls.__qualname__}.{PRODUCT} takes {', '.join(takes)}, and not {', '.join(TAKES)}"
-        if PRODUCT in vars(place):
-            return f"{PRODUCT} of this {cls.__qualname__} is from {module_of(vars(place)[PRODUCT])}"
+    if cls.__module__ != inside.KERNELS:
+        return f"{cls.__module__}.{cls.__qualname__} is no kernel of {inside.KERNELS}"
+    takes = tuple(inspect.signature(getattr(cls, PRODUCT)).parameters)
+    if takes != TAKES:
+        return f"{cls.__qualname__}.{PRODUCT} takes {', '.join(takes)}, and not {', '.join(TAKES)}"
+    if PRODUCT in vars(kernel):
+        return f"{PRODUCT} of this {cls.__qualname__} is from {module_of(vars(kernel)[PRODUCT])}"
+    try:
+        native_methods((kernel, PRODUCT))
+    except NotNativeError as error:
+        return str(error)
     return None
 
 
-def _product(place: Any, powers_of_two: bool, stood: Native) -> Callable[..., Tensor]:
+def _product(kernel: Any, powers_of_two: bool, stood: Native) -> Callable[..., Tensor]:
     """The product of one kernel."""
-    cls: Any = type(place)
+    cls: Any = type(kernel)
 
     def product(A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:  # noqa: N803 (named as vLLM names them)
         # Where a graph shows it after all, it holds vLLM's op, for our pass to find.
@@ -103,8 +111,8 @@ def _product(place: Any, powers_of_two: bool, stood: Native) -> Callable[..., Te
             if problem is not None:
                 once(logging.WARNING, GONE, problem)
             elif inside.is_layerfuses(B, Bs, A):
-                return inside.linear(A, B, Bs, powers_of_two)
-        found: Tensor = getattr(cls, PRODUCT)(place, A, B, As, Bs)
+                return inside.linear(kernel, A, B, Bs, powers_of_two)
+        found: Tensor = getattr(cls, PRODUCT)(kernel, A, B, As, Bs)
         return found
 
     return product

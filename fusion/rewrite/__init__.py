@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
@@ -23,6 +24,9 @@ from .driver import Driver
 from .identity import key_of
 from .lowering import LowerCanonicalPass
 from .ranks import asks_ranks
+
+Beside: TypeAlias = Callable[[Graph, GraphRecord], GraphRecord]
+"""Rewrites a graph behind the driver, in place: from the record of that to the record of both."""
 
 _here: weakref.WeakValueDictionary[str, Pipeline] = weakref.WeakValueDictionary()
 """The pipelines of this process by their token: a copy finds the report of its original here."""
@@ -45,17 +49,18 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
         backends.check_forced()
         self.plan = plan
         self.report = Report(plan) if report is None else report
+        self.around = around
         self._driver = Driver(plan, around)
         self._lower = LowerCanonicalPass()
         self._lock = threading.Lock()
         self._token = uuid.uuid4().hex
         _here[self._token] = self
 
-    def __call__(self, graph: Graph) -> None:
-        """Rewrite the graph in place and add its record to the report."""
-        self.rewrite(graph)
+    def __call__(self, graph: Graph, beside: Beside | None = None) -> None:
+        """Rewrite the graph in place and add its record to the report. `beside`: puts in what an engine's own pass does."""
+        self.rewrite(graph, beside)
 
-    def rewrite(self, graph: Graph) -> GraphRecord:
+    def rewrite(self, graph: Graph, beside: Beside | None = None) -> GraphRecord:
         """The same, with the record as the answer.
 
         Ranks are not compared here, as other compilers' caches may serve some of them without a rewriting: what they run
@@ -67,6 +72,7 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
             try:
                 record = self._driver(graph, number)
                 self._lower(graph)
+                record = record if beside is None else beside(graph, record)
             except Exception as error:
                 # Whoever catches this runs the graph as it was.
                 self.report.add(GraphRecord(graph=number, uses=(), failed=f"{type(error).__name__}: {error}"))
@@ -88,6 +94,7 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
         with self._lock:
             self.plan = plan
             self.report.replan(plan)
+            self.around = around
             self._driver = Driver(plan, around)
 
     def uuid(self) -> Any:

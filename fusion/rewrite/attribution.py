@@ -55,7 +55,7 @@ class Attribution:
         self._unplaced: list[Place] = []
         for site in sites:
             # The product of a gated MLP has no norm: its layer says where it is.
-            for i, module in enumerate([norm.module for norm in site.norms] or [None]):
+            for i, module in enumerate(site.modules):
                 place = (site, i)
                 self._all.append(place)
                 if self._around.paths and site.layer and site.layer not in self._around.paths:

@@ -3,6 +3,7 @@
 from .add import Add
 from .all_reduce import AllReduce
 from .gated_norm import GATES, GatedNorm
+from .linear import Linear
 from .norm import Norm
 from .pad import Pad
 from .quant import FP8_FORMATS, Quant
@@ -25,6 +26,7 @@ __all__ = [
     "HeadNorm",
     "Kind",
     "Legality",
+    "Linear",
     "Norm",
     "Pad",
     "Quant",

@@ -323,7 +323,7 @@ def test_a_quantisation_of_one_role(run):
         (["per_token", "latents=none", "group128"], "--quant per_token and --quant group128 are both of all roles"),
         (["latents="], "--quant latents=: expected how, as --quant latents=group128, or --quant latents=none"),
         ([""], "--quant '': expected how, as --quant group128, or --quant none"),
-        (["qk="], "no role is called 'qk'. Known: input, post_attention, final, latents, output, activation."),
+        (["qk="], "no role is called 'qk'. Known: input, post_attention, final, latents, output, activation, linear."),
         (["=none"], "no role is called ''. Known: input"),
     ],
 )

@@ -1,6 +1,7 @@
 """What `layerfuse plan --engine vllm` says beforehand, without vLLM: what vLLM fuses itself, where, and what takes its place."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ def decisions(run, *arguments):
 
 
 ADD, GROUP, DUAL = "add_rms_norm", "add_rms_norm_group_quant", "mla_dual_rms_norm"
+LINEARS = "few_token_linear_group_quant"
 NAMED = "; naming the fusion takes it instead"
 
 
@@ -245,7 +247,7 @@ def test_in_front_of_vllms_experts_and_in_them_nothing_quantised_is_promised(run
         # In front of Kimi-K3's norms stands attn_res, which vLLM's code computes together with them.
         each = {"longcat-flash": 2, "kimi-k3": 0}.get(model, 1)
         assert sum(others) == (registry.model(model).num_hidden_layers - mixtures) * each
-        kinds = {key[3] for key in found if key[0] == "shared_experts"}
+        kinds = {key[3] for key in found if key[:2] == ("shared_experts", "activation")}
         assert kinds == ({"not_applicable"} if mixtures else set())
         why = found.get(("shared_experts", "activation", "silu_mul_per_token_quant", "not_applicable"))
         assert why is None if not mixtures else "no graph shows" in why[1]
@@ -353,27 +355,45 @@ def test_a_plan_says_that_linears_may_quantise_inside(run, arguments, says):
     ("asked", "says"),
     [
         # 61 layers of attention with 3 each, 3 dense MLPs and 58 mixtures with 2.
-        ([], f"{61 * 3 + 61 * 2} fp8 products of attention and MLPs in a step are layerfuse's, {58 * 2} of them in shared experts. "
-         "Routed experts of 58 layers are, with one token or two, where vLLM's Triton kernels multiply them."),
-        # Shared experts are in no graph.
-        (["--quant", "group128"], f"{61 * 3 + 3 * 2} fp8 products of attention and MLPs in a step are layerfuse's."),
-        (["--quant", "per_token"], None),
-        (["--enforce-eager"], None),
-        (["--target", "sm100"], None),
+        ([], {"expected": 61 * 3 + 61 * 2}),
+        (["--quant", "group128"], {"expected": 61 * 3 + 3 * 2, "ops of its own (vllm::moe_forward_shared)": 58 * 2}),
+        (["--quant", "per_token"], {"it quantises with one scale per token": 305}),
+        (["--quant", "linear=per_token"], {"it quantises with one scale per token": 305}),
+        (["--enforce-eager"], {"at module level there is a place for it behind a chain": 189, "none is on here": 58 * 2}),
+        (["--target", "sm100"], {"its kernel was timed on sm90 alone": 305}),
     ],
 )  # fmt: skip
-def test_a_plan_says_how_many_products_of_few_tokens_are_layerfuses(run, asked, says):
-    notes = json.loads(run("plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90", "--json", *asked).out)[
-        "notes"
-    ]
-    said = [note for note in notes if "products" in note]
-    assert said == ([] if says is None else [f"With up to 16 tokens, {says}"])
+def test_a_plan_lists_each_linear_and_says_why_it_is_left(run, asked, says):
+    answer = run("plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90", "--json", *asked)
+    found = Counter()
+    for kind in json.loads(answer.out)["kinds"]:
+        for row in kind["sites"].get("linear", ()):
+            if row["fusion"] == LINEARS and not row["tokens"].startswith("from"):
+                assert row["tokens"] == ("up to 16 tokens" if row["decision"] == "expected" else "any number of tokens")
+                words = [each for each in says if each in row["reason"]]
+                found["expected" if row["decision"] == "expected" else (words or [row["reason"]])[0]] += row["sites"]
+    assert found == says
 
 
-def test_no_product_is_layerfuses_without_a_quantised_fusion(run, monkeypatch):
-    monkeypatch.setenv("LAYERFUSE_FUSIONS", "none")
-    notes = json.loads(run("plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90", "--json").out)["notes"]
-    assert not any("products" in note for note in notes)
+@pytest.mark.parametrize(
+    ("fusions", "reason"),
+    [
+        ("none", "it goes with fusions that quantise in the same way, and none is on here"),
+        ("add_rms_norm_group_quant", "switched off by LAYERFUSE_FUSIONS=add_rms_norm_group_quant"),
+        ("-few_token_linear_group_quant", "switched off by LAYERFUSE_FUSIONS=-few_token_linear_group_quant"),
+    ],
+)
+def test_products_go_with_quantised_fusions_unless_they_are_switched(run, monkeypatch, fusions, reason):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", fusions)
+    decision, why = decisions(run, "deepseek-v3", "--target", "sm90")["linear", LINEARS]
+    assert decision == "refused"
+    assert why.endswith(reason)
+
+
+def test_linears_of_16_bits_are_asked_for_by_name_alone(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "all")
+    assert decisions(run, "deepseek-v3", "--target", "sm90")["linear", LINEARS][0] == "expected"
+    assert decisions(run, "qwen3-8b", "--target", "sm90")["linear", "few_token_linear"][0] == "refused"
 
 
 @pytest.mark.parametrize(

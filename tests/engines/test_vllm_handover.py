@@ -17,6 +17,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm_started")
+from few_token_linears import BLOCKS
 from test_vllm_inside import as_installed, seen
 from test_vllm_modules import GATED, HERE, counts, line
 from test_vllm_plugin import (  # noqa: F401 (`fresh` is a fixture)
@@ -116,6 +117,8 @@ def test_linears_that_quantise_inside_of_their_product_take_it_too(
     """As vLLM is installed on Hopper: layerfuse multiplies few tokens that were quantised before, and DeepGEMM more."""
     options: dict[str, Any] = {"mode": "NONE", "dtype": "bfloat16", "overrides": GROUP_FP8}
     nothing = native_methods()  # the kernels are plain torch here
+    fusions = {"fusions": [*asked()["fusions"], BLOCKS], "strict": True}
+    ours = 4 + LATENTS + 1 + 1
     with (
         as_installed(powers_of_two),
         mock.patch.object(readers, "native_methods", return_value=nothing),
@@ -128,19 +131,19 @@ def test_linears_that_quantise_inside_of_their_product_take_it_too(
     with (
         as_installed(powers_of_two),
         mock.patch.object(readers, "native_methods", return_value=nothing),
-        started("deepseek-v3", tmp_path, layerfuse=asked(strict=True), **options) as engine,
+        started("deepseek-v3", tmp_path, layerfuse=fusions, **options) as engine,
     ):
         engine()  # in which both ways are compared
         given_to_kernels()
         with counting() as called:
             assert all(close(engine(tokens), each) for tokens, each in zip((6, 40), plain, strict=True))
         inside_ours = given_to_kernels()
-    assert counts(said(caplog)) == sites()
+    assert counts(said(caplog)) == [*sites(), line(BLOCKS, ours)]
     assert called["block_scaled_linear"] == 2 * (4 + LATENTS + 1), "down_proj of the shared experts among them"
     assert called["group_quant_linear"] == 2 * 1, "their gate_up_proj"
-    theirs, ours = (Counter(whose for whose, _, _ in each) for each in (inside_theirs, inside_ours))
-    assert theirs == {"FlashInfer": 10, "DeepGEMM": 10}
-    assert ours == {"FlashInfer": 10 - 4 - LATENTS - 2, "DeepGEMM": 10}
+    before, now = (Counter(whose for whose, _, _ in each) for each in (inside_theirs, inside_ours))
+    assert before == {"FlashInfer": 10, "DeepGEMM": 10}
+    assert now == {"FlashInfer": 10 - ours, "DeepGEMM": 10}
     assert {dtype for whose, dtype, _ in inside_ours if whose == "FlashInfer"} == {torch.bfloat16}
 
 

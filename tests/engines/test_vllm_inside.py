@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("vllm_started")
 
+from few_token_linears import BLOCKS, everywhere
 from test_vllm_plugin import ADD, DUAL, GROUP_FP8, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -89,6 +90,13 @@ def as_installed(powers_of_two: bool = False) -> Iterator[None]:
         yield
 
 
+FUSED = 2 + 2 + 1 + 1 + 1
+"""Linears behind adds with norms, latent norms, the first norm, products, and the product of shared experts."""
+UNFUSED = 2 + 1
+"""Behind attention, and what shared experts read."""
+MANY = FUSED + UNFUSED
+
+
 @pytest.mark.parametrize("powers_of_two", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_named_fusion_takes_the_quantisation_out_and_layerfuse_multiplies_few_tokens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, powers_of_two: bool
@@ -123,14 +131,9 @@ def test_a_named_fusion_takes_the_quantisation_out_and_layerfuse_multiplies_few_
         f"{DUAL}_group_quant: 2 expected, 2 fused, 0 missed",
         "silu_mul_group_quant: 1 expected, 1 fused, 0 missed",
     }
-    note = f"{FUSED + UNFUSED} fp8 products are layerfuse's for up to 16 tokens, 2 of them of shared experts"
-    assert note in said(caplog)
-
-
-FUSED = 2 + 2 + 1 + 1 + 1
-"""Linears behind adds with norms, latent norms, the first norm, products, and the product of shared experts."""
-UNFUSED = 2 + 1
-"""Behind attention, and what shared experts read."""
+    assert f"{BLOCKS}: {MANY} expected, {MANY} fused, 0 missed; called {MANY} times in the profiling run" in said(
+        caplog
+    )
 
 
 @contextlib.contextmanager
@@ -214,7 +217,9 @@ def test_zero_centred_norms_whose_weights_are_float32_in_the_graph(
         "silu_mul_group_quant: 4 expected, 4 fused, 0 missed",
         "gated_rms_norm: 3 expected, 3 fused, 0 missed",
         "qk_norm_rope: 1 expected, 1 fused, 0 missed",
+        f"{BLOCKS}: 16 expected, 16 fused, 0 missed",
     }
+    assert "3 linears that no spec lists are layerfuse's for few tokens too" in said(caplog)
 
 
 def test_what_no_fusion_takes_is_put_back_for_more_than_few_tokens() -> None:
@@ -234,7 +239,7 @@ def test_what_no_fusion_takes_is_put_back_for_more_than_few_tokens() -> None:
     assert targets.count("layerfuse_vllm.block_product.default") == 3
     assert targets.count(OP) == 1, "other groups are left to vLLM"
     graph.lint()
-    taken.put_back()
+    taken.put_back(everywhere(BLOCKS))
     graph.lint()
     names = {False: "layerfuse_vllm::block_linear_exact", True: "layerfuse_vllm::block_linear_rounded"}
     after = [(str(node.target), tuple(map(str, node.args[3:]))) for node in graph.nodes]
@@ -254,7 +259,7 @@ def test_scales_that_lie_otherwise_leave_a_product_as_it_was() -> None:
     op = getattr(torch.ops.vllm, inside.NAME)
     graph = make_fx(lambda *given: op(*given, 128, False), tracing_mode="fake")(x, weight, scales).graph
     before = [str(node.target) for node in graph.nodes]
-    inside.TakenOut(graph).put_back()
+    inside.TakenOut(graph).put_back(everywhere(BLOCKS))
     assert [str(node.target) for node in graph.nodes] == before
 
 

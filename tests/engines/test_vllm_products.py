@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("vllm_started")
 
+from few_token_linears import BLOCKS, everywhere
 from test_vllm_inside import DEEP_GEMM, KERNELS, _deep_gemm, _product, seen
 from test_vllm_plugin import ADD, GROUP_FP8, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from torch import Tensor
@@ -27,8 +28,8 @@ from vllm_layers import fp8_kernel
 from vllm_started import close, quantised_as_on_cuda, started
 
 from layerfuse import registry
-from layerfuse.engines.vllm import few_tokens, inside, loading, products
-from layerfuse.fusion import FusionConfig, Target, plan
+from layerfuse.engines.vllm import inside, loading, products
+from layerfuse.fusion import Engine, FusionConfig, Target, plan
 from layerfuse.fusion.backends import counting
 
 _SCHEMA = "cutlass_scaled_mm(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias) -> ()"
@@ -93,11 +94,15 @@ def test_few_tokens_are_layerfuses_and_more_are_multiplied_as_before(
             seen.clear()
             assert close(fused, engine.uncompiled(tokens))
             assert seen == [(way, torch.float8_e4m3fn, tokens)] * (SHARED + IN_GRAPHS)
-    assert f"{IN_GRAPHS} fp8 products are layerfuse's for up to 16 tokens" in said(caplog)
+    assert (
+        f"{BLOCKS}: {IN_GRAPHS} expected, {IN_GRAPHS} fused, 0 missed; called {IN_GRAPHS} times in the profiling run"
+        in said(caplog)
+    )
 
 
-def test_without_a_quantised_fusion_they_stay(tmp_path: Path) -> None:
-    options = {"fusions": ADD, "strict": True}
+@pytest.mark.parametrize("fusions", [ADD, f"{ADD}_group_quant"])
+def test_without_a_quantised_fusion_or_their_own_they_stay(fusions: str, tmp_path: Path) -> None:
+    options = {"fusions": fusions, "strict": True}
     with (
         multiplying("CUTLASS"),
         started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=GROUP_FP8) as engine,
@@ -155,7 +160,7 @@ def targets(graph: Graph) -> list[str]:
 )
 def test_a_product_becomes_one_op_that_knows_who_takes_more_tokens(function: Any, beyond: str) -> None:
     graph = graph_of(function, **given())
-    products.put_in(graph)
+    products.put_in(graph, everywhere(BLOCKS))
     graph.lint()
     (node,) = (node for node in graph.nodes if node.target is inside.BLOCK_LINEAR)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -182,7 +187,7 @@ def test_scales_and_values_that_the_kernel_does_not_read_are_left_alone(
 ) -> None:
     graph = graph_of(function, **(given() | change))
     before = targets(graph)
-    products.put_in(graph)
+    products.put_in(graph, everywhere(BLOCKS))
     assert targets(graph) == before
 
 
@@ -195,7 +200,7 @@ def test_a_bias_or_a_weight_that_is_written_to_is_left_alone() -> None:
     for function, more in ((by_cutlass, {"bias": torch.rand(384).bfloat16()}), (doubled, {})):
         graph = graph_of(function, **(given() | more))
         before = targets(graph)
-        products.put_in(graph)
+        products.put_in(graph, everywhere(BLOCKS))
         assert targets(graph) == before
 
 
@@ -208,5 +213,6 @@ def test_what_another_package_multiplies_is_left_alone(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("arch", "expected"), [("sm90", True), ("sm100", False), ("gfx950", False)])
 def test_only_where_the_kernel_was_timed(arch: str, expected: bool) -> None:
     specs = list(registry.model("deepseek-v3").specs(published=True))
-    for level, asked in ((1, False), (2, expected)):
-        assert few_tokens.expects_products(plan(specs, Target.named(arch), FusionConfig(level=level))) is asked
+    for fusions, asked in (("none", False), ("all", expected), (f"{ADD}_group_quant", False)):
+        made = plan(specs, Target.named(arch), FusionConfig.parse(fusions), Engine(name="vllm", linears={}))
+        assert bool(made.expected(BLOCKS)) is asked

@@ -6,6 +6,7 @@ Run by `make test-engines` in an environment of its own.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 pytest.importorskip("vllm_started")
 
+from few_token_linears import BLOCKS
 from test_vllm_inside import KERNELS, as_installed, as_vllm_has_them, seen
 from test_vllm_plugin import ADD, GROUP_FP8, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from torch import Tensor
@@ -27,7 +29,7 @@ from layerfuse.engines.vllm import readers, shared_experts
 from layerfuse.engines.vllm.readers import PRODUCT
 from layerfuse.fusion.backends import counting
 
-ALL, ADDS = "all", f"{ADD}_group_quant"
+ALL, ADDS = "all", f"{ADD}_group_quant,{BLOCKS}"
 CLASS = KERNELS.FlashInferFp8DeepGEMMDynamicBlockScaledKernel
 _own = getattr(CLASS, PRODUCT)
 
@@ -82,8 +84,14 @@ def test_a_report_counts_them_apart_from_the_sites_of_graphs(tmp_path: Path, cap
     with model(tmp_path, ALL, "VLLM_COMPILE", overrides=GROUP_FP8 | layers) as engine:
         engine()
     assert "silu_mul_group_quant: 1 expected, 1 fused, 0 missed; called 1 times in the profiling run" in said(caplog)
-    assert "15 fp8 products are layerfuse's for up to 16 tokens, 4 of them of shared experts" in said(caplog)
+    assert f"{BLOCKS}: 15 expected, 15 fused, 0 missed; called 15 times in the profiling run" in said(caplog)
     assert not any(line.startswith("problem") for line in said(caplog))
+
+
+def test_a_report_of_a_model_that_is_not_compiled_counts_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with model(tmp_path, ALL) as engine:
+        engine()
+    assert f"{BLOCKS}: 8 expected, 8 fused, 0 missed; called 8 times in the first run" in said(caplog)
 
 
 def test_without_that_fusion_both_quantise_for_themselves(tmp_path: Path) -> None:
@@ -92,7 +100,7 @@ def test_without_that_fusion_both_quantise_for_themselves(tmp_path: Path) -> Non
         assert given_to_vllm(engine, 17) == (2, {"group_quant_linear": 2})
 
 
-@pytest.mark.parametrize("fusions", ["none", ADD, f"-{ADDS}"])
+@pytest.mark.parametrize("fusions", ["none", ADD, f"-{BLOCKS}", f"{ADD}_group_quant"])
 def test_they_go_with_the_quantised_fusions(fusions: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with model(tmp_path, fusions) as engine:
         assert given_to_vllm(engine, 3) == (2, {})
@@ -100,14 +108,14 @@ def test_they_go_with_the_quantised_fusions(fusions: str, tmp_path: Path, caplog
 
 
 def with_lora(patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(shared_experts, "_why_not", _with_lora(shared_experts._why_not))
+    patch.setattr(shared_experts, "why_not", _with_lora(shared_experts.why_not))
     return "LoRA may add to them"
 
 
 def _with_lora(why_not: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(compiled: Any, places: Any) -> Any:
-        with mock.patch.object(compiled.config, "lora_config", object()):
-            return why_not(compiled, places)
+    def asked(config: Any, kernel: Any) -> Any:
+        with mock.patch.object(config, "lora_config", object()):
+            return why_not(config, kernel)
 
     return asked
 
@@ -121,8 +129,8 @@ def of_another_package(patch: pytest.MonkeyPatch) -> str:
 
 
 def of_another_signature(patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(CLASS, PRODUCT, lambda self, A, B: _own(self, A, B, A, B))
-    return f"{CLASS.__qualname__}.{PRODUCT} takes self, A, B, and not self, A, B, As, Bs"
+    patch.setattr(CLASS, PRODUCT, lambda self, A, B, As, Bs, C=None: _own(self, A, B, As, Bs))
+    return f"{CLASS.__qualname__}.{PRODUCT} takes self, A, B, As, Bs, C, and not self, A, B, As, Bs"
 
 
 def of_an_unknown_release(patch: pytest.MonkeyPatch) -> str:
@@ -131,13 +139,18 @@ def of_an_unknown_release(patch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("change", [with_lora, of_another_package, of_another_signature, of_an_unknown_release])
-def test_what_is_not_as_expected_is_left_alone_and_said_once(
+def test_what_is_not_as_expected_is_left_alone_and_said(
     change: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why = change(monkeypatch)
     with model(tmp_path, ADDS) as engine:
         assert not any(PRODUCT in vars(place) for place in kernels(engine))
-    assert [line for line in said(caplog) if "shared experts" in line] == [shared_experts.LEFT % why]
+        engine()
+    (report,) = tmp_path.rglob("layerfuse-report.json")
+    (module,) = json.loads(report.read_text())["modules"].values()
+    rows = [row for row in module["sites"] if row["fusion"].startswith("few_token") and row["decision"] == "refused"]
+    left = [row for row in rows if "shared_experts" in row["site"]]
+    assert [(row["fusion"], row["reason"]) for row in left] == [(BLOCKS, why)] * 2
 
 
 def test_a_product_that_is_patched_later_is_called(
@@ -153,8 +166,13 @@ def test_a_product_that_is_patched_later_is_called(
     assert sum(line.startswith(gone) for line in said(caplog)) == 1
 
 
-def test_weights_that_lie_otherwise_are_vllms(tmp_path: Path) -> None:
+def test_weights_that_lie_otherwise_are_vllms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with model(tmp_path, ADDS) as engine:
         scale = shared_of(engine).gate_up_proj.weight_scale_inv
         scale.data = scale.data.t().contiguous().t()
         assert given_to_vllm(engine, 3) == (1, {"group_quant_linear": 1})
+        engine()
+    assert f"{BLOCKS}: 4 expected, 3 fused, 1 missed; called 3 times in the first run" in said(caplog)
+    assert any(
+        "gate_up_proj:linear: the first run did not come to its product, or its kernel" in line for line in said(caplog)
+    )

@@ -18,6 +18,7 @@ from layerfuse.adapters.errors import ArgumentError
 from layerfuse.engines.vllm.releases import engine_of
 from layerfuse.fusion import FUSIONS, Engine, FusionConfig, Plan, Target, plan
 from layerfuse.fusion.catalog import UnknownFusionError
+from layerfuse.fusion.chain import Linear
 from layerfuse.fusion.policy import AT_SEAMS, SHIPPED, Measurement, Policy, PolicyError, read_policy, shipped
 from layerfuse.registry import model
 
@@ -207,7 +208,8 @@ def test_every_row_is_what_its_results_file_says(measured: Measurement) -> None:
 def test_what_a_fusion_needs_of_a_model_is_in_its_name() -> None:
     """A start with nothing to do asks the names of the measurements, and not the catalog."""
     for name, fusion in FUSIONS.items():
-        assert name.endswith("_quant") == (fusion.format is not None)
+        of_linears = any(isinstance(step, Linear) and step.schemes for step in fusion.chain)
+        assert name.endswith("_quant") == (fusion.format is not None or of_linears)
         assert name.startswith("gated_") == (fusion.roles == ("output",))
 
 

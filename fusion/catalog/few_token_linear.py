@@ -1,0 +1,112 @@
+"""Linears with few tokens, whose product waits for its weights: one launch that shares out the depth, with the quantisation in front of it.
+
+Their places are in engines alone (`Engine.linears`), where one op holds for any number of tokens: more than few are the engine's own product.
+"""
+
+from __future__ import annotations
+
+from ...adapters.linear_specs import weight_spec
+from ..chain import Fusion, Linear
+from ..engine import Engine
+from ..limits import TokenLimit
+from ..linear_ops import BLOCK_SCALED_LINEAR, FEW_TOKEN_LINEAR, GROUP_QUANT_LINEAR, LARGE, LINEARS, MOST, SCALED_LINEAR
+from ..sites import LINEAR, Site
+from ..target import Target
+
+TIMED = "sm90"
+"""Where the kernels for quantised weights were timed beside an engine's."""
+
+
+PLAIN, BLOCKS, ROWS = "few_token_linear", "few_token_linear_group_quant", "few_token_linear_row_quant"
+"""The fusions by the weights that they read."""
+
+
+def limit(site: Site, _target: Target, engine: Engine | None) -> TokenLimit:
+    """Few tokens, or none where the engine shows nobody the product."""
+    why = _why_left(site, engine)
+    if why is not None:
+        return TokenLimit(most=0, reason=why)
+    return TokenLimit(most=MOST, reason="more tokens are the engine's own product, which is as fast or faster then")
+
+
+def timed_limit(site: Site, target: Target, engine: Engine | None) -> TokenLimit:
+    """The same, on the GPU that was timed."""
+    elsewhere = target.arch != TIMED and target.arch.startswith(("sm", "gfx"))
+    why = f"its kernel was timed on {TIMED} alone" if elsewhere else None
+    return limit(site, target, engine) if why is None else TokenLimit(most=0, reason=why)
+
+
+def _why_left(site: Site, engine: Engine | None) -> str | None:
+    """Why the engine shows nobody the product, as a sentence, or None."""
+    if engine is None:
+        return "there is a place for it in engines alone"
+    inside = site.quant is not None and site.quant.inside
+    if inside and engine.inside is not None:
+        return f"it quantises inside of the op that multiplies, and nothing takes that out in {engine.name}: {engine.inside}"
+    # Shared experts that quantise inside of their product have a seam there.
+    if site.experts is not None and engine.experts is not None and not inside and not engine.shared_apart:
+        return engine.experts
+    # So has a linear that a chain in front gives what it has quantised.
+    if engine.uncompiled is not None and not (inside and (site.handed_over or site.experts is not None)):
+        return (
+            f"{engine.uncompiled}; at module level there is a place for it behind a chain that quantises for it alone"
+        )
+    return None
+
+
+FUSIONS = (
+    Fusion(
+        name=PLAIN,
+        doc="one kernel for a linear of bfloat16 or float16, for up to 16 tokens",
+        level=1,
+        roles=(LINEAR,),
+        chain=(
+            Linear(
+                op=FEW_TOKEN_LINEAR,
+                weights=tuple(weight_spec(dtype, "plain", None) for dtype in ("bfloat16", "float16")),
+            ),
+        ),
+        op=FEW_TOKEN_LINEAR,
+        backends=LINEARS[FEW_TOKEN_LINEAR],
+        limit=limit,
+        in_all=False,
+    ),
+    Fusion(
+        name=BLOCKS,
+        doc="one kernel for a linear of fp8 in blocks of 128 x 128 and the quantisation in front of it, for up to 16 tokens",
+        level=2,
+        roles=(LINEAR,),
+        chain=(
+            Linear(
+                op=GROUP_QUANT_LINEAR,
+                weights=(weight_spec("float8_e4m3fn", "block", (128, 128)),),
+                schemes=("group",),
+                group_size=128,
+                quantises=True,
+            ),
+        ),
+        op=GROUP_QUANT_LINEAR,
+        also=(BLOCK_SCALED_LINEAR,),
+        backends=LINEARS[GROUP_QUANT_LINEAR],
+        limit=timed_limit,
+        goes_with="group",
+    ),
+    Fusion(
+        name=ROWS,
+        doc="one kernel for the product of an fp8 linear with scales of tokens and channels, or one for all, for up to 16 tokens",
+        level=1,
+        roles=(LINEAR,),
+        chain=(
+            Linear(
+                op=SCALED_LINEAR,
+                weights=tuple([weight_spec("float8_e4m3fn", scheme, None) for scheme in ("channel", "tensor")]),
+                schemes=("per_token", "static"),
+                fewer=LARGE,
+            ),
+        ),
+        op=SCALED_LINEAR,
+        backends=LINEARS[SCALED_LINEAR],
+        limit=limit,
+        in_all=False,
+    ),
+)

@@ -1,0 +1,92 @@
+"""The product with a linear's weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+
+from ...adapters.specs import LinearSpec, WeightSpec
+from ..declare import Argument, Op, Result
+from ..sites import LINEAR
+from .step import SINKS, At, Legality, Source, Step
+
+if TYPE_CHECKING:
+    from ..rewrite.binding import Binding
+
+
+@frozen(kw_only=True)
+class Linear(Step):
+    """The product with a linear's weight, and the quantisation of what it reads where no chain in front has done that."""
+
+    stage = SINKS
+    roles = frozenset({LINEAR})
+
+    op: Op = field(repr=False)
+    "Its own: no op is composed of it yet."
+    weights: tuple[WeightSpec, ...]
+    "What the op reads."
+    schemes: tuple[str, ...] = ()
+    "How the linear quantises what it reads, in words of `ActivationQuant.scheme`; none: it does not."
+    group_size: int | None = None
+    "Columns that share a scale there."
+    fewer: int | None = None
+    "From so many numbers in a weight on the engine's own product is as fast; None: of any number."
+    quantises: bool = False
+    "Whether the op does that as well, where no chain in front has."
+    out: str = "out"
+
+    def arguments(self) -> tuple[Argument, ...]:
+        return self.op.args
+
+    def results(self, of: str) -> tuple[Result, ...]:
+        return self.op.results
+
+    def said(self, before: str, source: Source) -> str:
+        return self.op.doc.removesuffix(".")
+
+    def source(self, source: Source) -> Iterator[str]:
+        raise NotImplementedError(f"{self.op.name} has a reference of its own")
+
+    def why_not(self, at: At) -> Legality | None:
+        linear = at.site.linear
+        assert linear is not None, "a site of this role has one"
+        if linear.weight is not None and linear.weight not in self.weights:
+            return Legality("not_applicable", f"its weight is {_words(linear.weight)}")
+        if linear.weight is None and not self.schemes and at.quant is None:
+            return Legality("refused", "not known: how it holds its weight")
+        problem = self._why_no_quant(linear, at)
+        if problem is not None:
+            return Legality("not_applicable", problem)
+        depth, columns = linear.local_in_features, linear.local_out_features
+        if self.fewer is not None and depth is not None and columns is not None and depth * columns >= self.fewer:
+            why = f"its weight is {columns} x {depth}, and from {self.fewer} numbers on the engine's own product is as fast"
+            return Legality("refused", why)
+        return None
+
+    def _why_no_quant(self, linear: LinearSpec, at: At) -> str | None:
+        quant = at.quant
+        if quant is None:
+            said = "it takes what it reads as it is" if self.schemes else None
+            return linear.activation if isinstance(linear.activation, str) else said
+        if quant.scheme not in self.schemes or quant.group_size != self.group_size:
+            return f"it quantises with {quant}"
+        return None
+
+    def described(self, at: At) -> str:
+        return (
+            "the product, with the quantisation in front of it unless a chain has done that,"
+            if self.quantises
+            else "the product"
+        )
+
+    def bind(self, bound: Binding) -> None:
+        from ..match.errors import Unmatched
+
+        raise Unmatched("an engine's own pass puts it there")
+
+
+def _words(weight: WeightSpec) -> str:
+    block = "" if weight.block is None else f" of {' x '.join(map(str, weight.block))}"
+    return weight.dtype if weight.scheme == "plain" else f"{weight.dtype}, one scale per {weight.scheme}{block}"

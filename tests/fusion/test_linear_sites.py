@@ -1,0 +1,149 @@
+"""Linears as sites: each that specs list once, with what it is and where it stands; and the fusions of their products in plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import transformers
+
+from layerfuse import registry
+from layerfuse.adapters import ActivationQuant
+from layerfuse.adapters.linear_specs import weight_spec
+from layerfuse.adapters.specs import AnySpec
+from layerfuse.fusion import Engine, FusionConfig, Plan, Target, plan
+from layerfuse.fusion.catalog.few_token_linear import BLOCKS, PLAIN, ROWS
+from layerfuse.fusion.sites import LINEAR, linear_sites, mixtures_of
+
+SM90 = Target.named("sm90")
+ENGINE = Engine(name="vllm", linears={}, inside=None)
+BLOCK = weight_spec("float8_e4m3fn", "block", (128, 128))
+INSIDE = ActivationQuant.parse("group128,tma_aligned,inside")
+
+
+@pytest.fixture(scope="module")
+def specs() -> list[tuple[str, AnySpec]]:
+    """Two layers of DeepSeek-V3 in transformers: a dense one and a mixture."""
+    config = transformers.DeepseekV3Config(
+        hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=2, first_k_dense_replace=1,
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=128, kv_lora_rank=64, qk_rope_head_dim=16,
+        qk_nope_head_dim=32, v_head_dim=32, n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2, vocab_size=64,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return list(registry.specs_in(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)))
+
+
+def in_fp8(spec: Any, quant: ActivationQuant) -> Any:
+    """A spec whose linears are fp8 in blocks."""
+    changed: dict[str, Any] = {}
+    for field in attrs.fields(type(spec)):
+        held = getattr(spec, field.name)
+        if field.name in ("feeds", "fed_by", "gives"):
+            changed[field.name] = tuple(attrs.evolve(each, weight=BLOCK, activation=quant) for each in held)
+        elif field.name.endswith(("norms", "norm")) and held:
+            several = isinstance(held, tuple)
+            norms = tuple(attrs.evolve(in_fp8(each, quant), quant=quant) for each in (held if several else (held,)))
+            changed[field.name] = norms if several else norms[0]
+        elif field.name == "quant":
+            changed["quant"] = quant
+    return attrs.evolve(spec, **changed)
+
+
+def decided(made: Plan, fusion: str) -> dict[str, tuple[str, str]]:
+    """Linear -> the first decision on a fusion, and its reason."""
+    found: dict[str, tuple[str, str]] = {}
+    for each in made.decisions:
+        if each.fusion == fusion:
+            found.setdefault(each.site.removesuffix(":linear"), (each.kind, each.reason))
+    return found
+
+
+def test_each_linear_that_was_read_is_one_site(specs: list[tuple[str, AnySpec]]) -> None:
+    sites = list(linear_sites(specs, {}, mixtures_of(specs)))
+    attention = {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"}  # the projection behind the latent is absorbed
+    mlp = {"gate_proj", "up_proj", "down_proj"}
+    expected = {f"model.layers.{i}.self_attn.{name}:linear" for i in range(2) for name in attention}
+    expected |= {f"model.layers.0.mlp.{name}:linear" for name in mlp}
+    shared = {f"model.layers.1.mlp.shared_experts.{name}:linear" for name in mlp}
+    assert sorted(site.name for site in sites) == sorted(expected | shared)
+    assert {site.name for site in sites if site.experts is not None} == shared
+    assert all(site.role == LINEAR and not site.consumers for site in sites)
+
+
+@pytest.mark.parametrize(
+    ("model", "several"),
+    # Attention of MLA has three, of grouped queries two, an MLP two; LongCat-Flash has two of each in a layer.
+    [("deepseek-v3", 61 * 3 + 61 * 2), ("qwen3-8b", 36 * 2 + 36 * 2), ("longcat-flash", 28 * 2 * 3 + 28 * 2 * 2)],
+)
+def test_declared_layers_have_those_that_engines_make_of_them(model: str, several: int) -> None:
+    found = [*registry.model(model).specs(published=True)]
+    sites = list(linear_sites(found, {}, mixtures_of(found)))
+    assert len(sites) == len({site.name for site in sites}) == several
+
+
+@pytest.mark.parametrize("engine", [None, Engine(name="vllm"), Engine.named("sglang")])
+def test_without_a_place_for_other_products_no_linear_is_a_site(
+    engine: Engine | None, specs: list[tuple[str, AnySpec]]
+) -> None:
+    made = plan(specs, SM90, FusionConfig.parse("all"), engine)
+    assert not any(site.linear for site in made.sites)
+    assert not any(made.concerns(fusion) for fusion in (PLAIN, BLOCKS, ROWS))
+
+
+def test_block_fp8_goes_with_quantised_fusions_and_the_rest_by_name(specs: list[tuple[str, AnySpec]]) -> None:
+    quantised = [(layer, in_fp8(spec, INSIDE)) for layer, spec in specs]
+    for config in (FusionConfig.parse("all"), FusionConfig()):  # by default as the quantised norms are
+        made = plan(quantised, SM90, config, ENGINE)
+        assert {kind for kind, _ in decided(made, BLOCKS).values()} == {"expected"}
+    assert {str(each.tokens) for each in made.expected(BLOCKS)} == {"up to 16 tokens"}
+    assert set(decided(made, PLAIN).values()) == {
+        ("not_applicable", "its weight is float8_e4m3fn, one scale per block of 128 x 128")
+    }
+    for fusions, why in (
+        ("add_rms_norm", "switched off"),
+        (f"-{BLOCKS}", "switched off"),
+        ("none", "none is on here"),
+    ):
+        off = plan(quantised, SM90, FusionConfig.parse(fusions), ENGINE)
+        assert {(kind, why in reason) for kind, reason in decided(off, BLOCKS).values()} == {("refused", True)}
+    plain = plan(specs, SM90, FusionConfig.parse("all"), ENGINE)
+    assert not plain.expected(PLAIN)
+    named = plan(specs, SM90, FusionConfig.parse(f"+{PLAIN}"), attrs.evolve(ENGINE, experts="nobody sees them"))
+    kinds = decided(named, PLAIN)
+    assert {path for path, (kind, _) in kinds.items() if kind == "expected"} == {p for p in kinds if "shared" not in p}
+    assert {reason for path, (_, reason) in kinds.items() if "shared" in path} == {"nobody sees them"}
+
+
+def test_what_an_engine_keeps_is_refused_where_it_could_stand(specs: list[tuple[str, AnySpec]]) -> None:
+    quantised = [(layer, in_fp8(spec, INSIDE)) for layer, spec in specs]
+    kept = {"model.layers.0.self_attn.o_proj": "its kernel is a stranger's"}
+    made = plan(quantised, SM90, FusionConfig.parse("all"), attrs.evolve(ENGINE, linears=kept))
+    refused = {path: reason for path, (kind, reason) in decided(made, BLOCKS).items() if kind == "refused"}
+    assert refused == kept
+    assert decided(made, PLAIN)["model.layers.0.self_attn.o_proj"][0] == "not_applicable"
+
+
+def test_what_nobody_takes_out_and_nothing_compiles_is_refused(specs: list[tuple[str, AnySpec]]) -> None:
+    quantised = [(layer, in_fp8(spec, INSIDE)) for layer, spec in specs]
+    config = FusionConfig.parse("all")
+    foreign = plan(quantised, SM90, config, attrs.evolve(ENGINE, inside="it is another package's"))
+    assert all("it is another package's" in reason for _, reason in decided(foreign, BLOCKS).values())
+    eager = plan(quantised, SM90, config, attrs.evolve(ENGINE, uncompiled="nothing is compiled"))
+    expected = {path.rpartition(".")[2] for path, (kind, _) in decided(eager, BLOCKS).items() if kind == "expected"}
+    left = {path.rpartition(".")[2] for path, (kind, _) in decided(eager, BLOCKS).items() if kind != "expected"}
+    assert left == {"o_proj"}, "all others are behind a chain that quantises for them"
+    assert "q_b_proj" in expected
+
+
+def test_one_alone_can_be_left_on(specs: list[tuple[str, AnySpec]]) -> None:
+    """As `layerfuse bisect` asks."""
+    quantised = [(layer, in_fp8(spec, INSIDE)) for layer, spec in specs]
+    whole = FusionConfig.parse("all")
+    one = "model.layers.0.self_attn.o_proj:linear", BLOCKS
+    norms = {
+        (each.site, each.fusion) for each in plan(quantised, SM90, whole, ENGINE).expected() if each.fusion != BLOCKS
+    }
+    made = plan(quantised, SM90, attrs.evolve(whole, only=frozenset({one, *norms})), ENGINE)
+    assert [(each.site, each.fusion) for each in made.expected(BLOCKS)] == [one]
