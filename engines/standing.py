@@ -394,19 +394,22 @@ def at_first_call(
     """
     standing = Standing(compiled=compiled, model=model, seams=seams)
     standing.put_in()
-    own = model.forward
+    own, reported = model.forward, False
 
     @functools.wraps(own)
     def first(*args: Any, **kwargs: Any) -> Any:
+        nonlocal reported
         tokens = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
-        if tokens is not None and not tokens.numel():
-            return own(*args, **kwargs)  # of no tokens, as on a rank without requests: an engine skips norms there
+        # Of no tokens, as on a rank without requests: an engine skips norms there. And SGLang holds on to this while it makes its CUDA graphs.
+        if reported or (tokens is not None and not tokens.numel()):
+            return own(*args, **kwargs)
         before(compiled)
         standing.put_in()
         standing.ran.clear()
         with counted(compiled), standing.looking_for_unknown_norms():
             result = own(*args, **kwargs)
         # A call that raised is none: the next one is reported.
+        reported = True
         if model.forward is first:
             del model.forward  # later calls are the model's own
         standing.watch()
