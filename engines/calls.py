@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -33,6 +34,9 @@ Same: TypeAlias = Callable[[], bool]
 
 GONE = "layerfuse: a fused op is not called any more: %s"
 """What is said when something else was put in the place of what an op stands in."""
+
+_reduces: WeakKeyDictionary[nn.Module, Callable[..., Any]] = WeakKeyDictionary()
+"""Norm -> what stands for a module's function where that is given the norm."""
 
 _inside: ContextVar[Callable[..., Any] | None] = ContextVar("layerfuse_inside", default=None)
 """What stands for a module's function while an instance runs."""
@@ -96,7 +100,11 @@ def pair(
     """Both `norms` of one site, as they are when it is called, that the instance calls a function for; `miss` is told where it calls that in another way."""
     q, kv = site.norms
     function: Any = seam.function
-    original, own, switched = _dispatched(function), _of_its_class(module), is_switched(module, seam)
+    original, own, switched = (
+        _dispatched(function, lambda *_: _inside.get()),
+        _of_its_class(module),
+        is_switched(module, seam),
+    )
 
     def plain(x: Any, y: Any, *others: Any) -> Any:
         if not switched:
@@ -130,6 +138,23 @@ def pair(
         setattr(module, str(seam.switch), True)
 
 
+def reduced(module: Any, seam: Seam, site: Site, run: Run, same: Same, most: int | None) -> None:
+    """The sum over the ranks, the residual add and a norm, which a function of the engine's does for that norm; up to `most` tokens."""
+    (spec,) = site.norms
+    function: Any = seam.function
+    group = here().group()
+
+    def fused(x: Tensor, residual: Tensor, norm: Any) -> Any:
+        plain = x.shape == residual.shape and (most is None or x.shape[:-1].numel() <= most)
+        if not plain or not same():
+            return original(x, residual, norm)
+        given = (x, residual, module.weight, spec.epsilon, group, spec.weight_offset)
+        return run(given, (x, residual, norm), original)
+
+    original = _dispatched(function, lambda *args: _reduces.get(args[-1]))
+    _reduces[module] = fused
+
+
 def is_switched(module: Any, seam: Seam) -> bool:
     """Whether the engine would call its norms by themselves, and has to be told to call the function."""
     return seam.switch is not None and not getattr(module, seam.switch)
@@ -144,6 +169,8 @@ def stood(module: Any, seam: Seam, norms: tuple[nn.Module, ...]) -> tuple[Native
     if seam.function is None:
         return (native(module),)
     native_function(seam.function.module, seam.function.path)
+    if seam.reduces:
+        return (native_call(module),)
     if not is_switched(module, seam):
         return ()
     return native(module, values=False), *map(native_call, norms)
@@ -168,8 +195,8 @@ def _of_its_class(module: Any) -> Callable[..., Any]:
     return own
 
 
-def _dispatched(function: Hook) -> Callable[..., Any]:
-    """The function of an engine's that a place calls, from now on through what stands for it while an instance runs."""
+def _dispatched(function: Hook, standing_for: Callable[..., Callable[..., Any] | None]) -> Callable[..., Any]:
+    """The function of an engine's that a place calls, from now on through what stands for it with such arguments, if anything does."""
     module: Any = sys.modules[function.module]
     name = function.path
     held: Any = vars(module)[name]
@@ -179,7 +206,7 @@ def _dispatched(function: Hook) -> Callable[..., Any]:
 
     @functools.wraps(held)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        standing = _inside.get()
+        standing = standing_for(*args)
         return held(*args, **kwargs) if standing is None else standing(*args, **kwargs)
 
     setattr(dispatch, "__layerfuse_original__", held)  # noqa: B010 (functions have no such attribute by type)

@@ -23,6 +23,8 @@ class Host:
     "The releases that the tests run. What lies between and after is held to the check of the hooks."
     ranks: Callable[[], tuple[int, int, Any]]
     "This process's rank in its tensor-parallel group, how many there are, and the group on CPUs; 0, 1 and None before there is one."
+    group: Callable[[], str]
+    "Torch's name of that group."
     report_file: Callable[[Any], tuple[Path, str]]
     "Where the report of a `CompiledModule` goes if nobody else writes there, and by what its engine is told from others on this host."
 

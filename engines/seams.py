@@ -49,6 +49,8 @@ class Seam:
     "What the instance calls of its module for the same chain."
     switch: str | None = None
     "The attribute that makes the instance call it."
+    reduces: bool = False
+    "Whether the function sums over the ranks of the tensor-parallel group, and is given the norm: for that one it becomes the op."
     consumer: Consumer | None = None
     "Of a chain that quantises."
     plain: Callable[[Any], bool] = field(default=_always, repr=False)
@@ -65,8 +67,10 @@ class Seam:
         return self.hook.takes[2]
 
     @property
-    def call(self) -> Literal["norm", "pair", "product"]:
+    def call(self) -> Literal["norm", "pair", "product", "reduced"]:
         """What the producer's call is given."""
+        if self.reduces:
+            return "reduced"
         if self.function is not None:
             return "pair"
         return "norm" if len(self.hook.takes) > 2 else "product"

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import attrs
@@ -22,10 +23,13 @@ from ..adapters.activation_quant import ActivationQuant
 from ..adapters.errors import LayerfuseError
 from ..adapters.specs import FinalNormSpec, KernelSpec, LinearSpec
 from ..fusion.catalog import FUSIONS
+from ..fusion.match.errors import Unmatched
 from ..fusion.ops import FUNCTIONS
+from ..fusion.ops.agreement import RankDisagreementError, agree
 from ..fusion.planning import Decision
 from ..fusion.report import GraphRecord, Use
 from ..fusion.rewrite.attribution import is_around, join
+from ..fusion.rewrite.ranks import check_kernel
 from ..fusion.rewrite.unknown_norms import UnknownNorm
 from ..fusion.sites import OUTPUT, STREAM, Site
 from . import calls, trial
@@ -76,11 +80,44 @@ class Standing:
     "Sites whose op has quantised something for the linears behind it."
     asked: set[str] = field(factory=set)
     "Sites that an op was to stand at so far."
+    waiting: dict[str, Callable[[], None]] = field(factory=dict)
+    "Site of a fused all-reduce, which all ranks have to take -> what puts the op in."
+    number: int = field(factory=count().__next__)
+    "Of the models in this process: what was agreed on of one is not asked again."
     strange: dict[UnknownNorm, None] = field(factory=dict)
     "Norms of the residual stream that belong to no layer that was read."
 
     def put_in(self) -> None:
         """Let the planned ops stand at their sites. Those at which some were to stand before are left as they are."""
+        before = frozenset(self.asked)
+        self._put_in_each()
+        reduced = [d.site for d in self._expected() if FUSIONS[d.fusion].across_ranks and d.site not in before]
+        if reduced:
+            self._put_in_together(dict.fromkeys(reduced))
+
+    def _put_in_together(self, sites: Iterable[str]) -> None:
+        """The fused all-reduces: at the same sites on all ranks of the group, or at none."""
+        found = [f"{self.missed[site]} ({site})" for site in sites if site in self.missed]
+        problem = self._apart("the all-reduces", "\n".join(found))
+        if problem is not None:
+            for site in sites:
+                self.missed[site] = problem
+                self.stands.pop(site, None)
+        else:
+            for put in self.waiting.values():
+                put()
+        self.waiting.clear()
+
+    def _apart(self, what: str, decision: str) -> str | None:
+        """Why the ranks do not decide alike, as a sentence; None where they do."""
+        try:
+            agree(here().group(), f"{what} of model {self.number}", decision)
+        except RankDisagreementError as error:
+            said = (f"rank {rank}: {why.splitlines()[0]}" for rank, why in enumerate(error.decisions) if why)
+            return next(said, str(error))
+        return None
+
+    def _put_in_each(self) -> None:
         for decision in self._expected():
             if decision.site in self.asked:
                 continue
@@ -128,6 +165,11 @@ class Standing:
                 if quant is None
                 else self._handing_over(site.name, seam, quant, readers)
             )
+            if seam.call == "reduced":
+                most = next(d.tokens.last for d in self.compiled.plan.at(site.name) if d.fusion == fusion and d.applies)
+                run = self._reducing(site.name, fusion)
+                self.waiting[site.name] = partial(self._reduce, path, module, seam, site, run, same, most)
+                return None
             if seam.call == "pair":
                 calls.pair(module, seam, site, run, same, norms, partial(self.missed.__setitem__, site.name))
             else:
@@ -257,6 +299,33 @@ class Standing:
 
         return self._tried(site, call, FUSIONS[fusion].op.reference)
 
+    def _reduce(self, path: str, module: nn.Module, *given: Any) -> None:
+        calls.reduced(module, *given)
+        self.inside[path] = module
+
+    def _reducing(self, site: str, fusion: str) -> Run:
+        """The fused op of a chain with an all-reduce: where one rank finds something else there, none runs it."""
+        op = FUNCTIONS[FUSIONS[fusion].op.name]
+
+        def call(*fused: Any) -> Any:
+            result = op(*fused)
+            self.ran[site] += 1
+            return result
+
+        def together(fused: Sequence[Any], find: Callable[[], str | None]) -> str | None:
+            try:
+                check_kernel(FUSIONS[fusion].forms[0], fused)
+                none = None
+            except Unmatched as error:
+                none = str(error)
+            problem = self._apart(f"the kernel at {site}", none or "") or none
+            if problem is None:
+                found = find()
+                problem = self._apart(f"what runs at {site}", found or "") or found
+            return problem
+
+        return self._tried(site, call, FUSIONS[fusion].op.reference, together)
+
     def _handing_over(self, site: str, seam: Seam, quant: ActivationQuant, readers: Sequence[Reader]) -> Run:
         """The fused op of a chain that quantises, with the plain result too: what reads that is given what is quantised."""
         op, scale = FUSIONS[seam.fusion].forms[-1].op, readers[0].scale
@@ -277,15 +346,21 @@ class Standing:
             lambda *fused: op.reference(*rows(*fused), *options)[quantised:],
         )
 
-    def _tried(self, site: str, call: Callable[..., Any], meaning: Callable[..., Any]) -> Run:
-        """`call`, or the engine's own code where that refuses, or where `meaning` is found to be something else."""
+    def _tried(
+        self,
+        site: str,
+        call: Callable[..., Any],
+        meaning: Callable[..., Any],
+        together: Callable[[Sequence[Any], Callable[[], str | None]], str | None] = lambda _, find: find(),
+    ) -> Run:
+        """`call`, or the engine's own code where that refuses, or where `meaning` is found to be something else: by this rank, or `together`."""
         tried = False
 
         def run(fused: tuple[Any, ...], plain: tuple[Any, ...], own: Callable[..., Any]) -> Any:
             nonlocal tried
             if not tried and trial.possible():
                 tried = True
-                problem = trial.difference(meaning, fused, own, plain)
+                problem = together(fused, partial(trial.difference, meaning, fused, own, plain))
                 if problem is not None:
                     self._refuse(site, problem)
             if site in self.wrong:
@@ -310,8 +385,9 @@ class Standing:
     def take_down(self) -> None:
         """Write what the first run was as a record of the compiled module."""
         uses, unreached = [], []
-        for decision in self._expected():
-            site = decision.site
+        # For more tokens than a fused all-reduce takes another chain may be expected, where the engine's own code runs.
+        first = {decision.site: decision for decision in reversed(self._expected())}
+        for site, decision in reversed(first.items()):
             stands = self.stands.get(site, decision.fusion)
             op = self.forms.get(site, FUSIONS[stands].op.name)
             why = self.missed.get(site)

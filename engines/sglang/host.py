@@ -24,6 +24,12 @@ def _ranks() -> tuple[int, int, Any]:
     return group.rank_in_group, group.world_size, group.cpu_group
 
 
+def _group() -> str:
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
+
+    return str(get_attn_tp_group().device_group.group_name)
+
+
 def _report_file(compiled: CompiledModule) -> tuple[Path, str]:
     """As asked for, else in SGLang's cache by the model's name. Stages, replicas and drafts have files of their own."""
     from sglang.srt.environ import envs
@@ -54,6 +60,7 @@ SGLANG = Host(
     kernels=frozenset({"sgl_kernel", "flashinfer"}),
     tested=("0.5.23",),
     ranks=_ranks,
+    group=_group,
     report_file=_report_file,
     fp8_dtype=_fp8_dtype,
 )

@@ -22,6 +22,12 @@ def _ranks() -> tuple[int, int, Any]:
     return group.rank_in_group, group.world_size, group.cpu_group
 
 
+def _group() -> str:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return str(get_tp_group().device_group.group_name)
+
+
 def _report_file(compiled: CompiledModule) -> tuple[Path, str]:
     """As asked for, else beside what vLLM's compiler keeps, which all ranks share; else in its cache."""
     parallel, compilation = compiled.config.parallel_config, compiled.config.compilation_config
@@ -53,6 +59,7 @@ VLLM = Host(
     package="vllm",
     tested=("0.26.0", "0.33.0"),
     ranks=_ranks,
+    group=_group,
     report_file=_report_file,
     fp8_dtype=_fp8_dtype,
 )

@@ -192,6 +192,10 @@ _M3 = frozenset({"MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGen
 _STEP5 = frozenset({"Step5ForCausalLM", "Step5ForConditionalGeneration"})
 _GLM5_NEXT = frozenset({"Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"})
 
+_REDUCED = "all_reduce_add_rms_norm"
+REDUCES: Mapping[str, frozenset[str]] = {"fused_allreduce_rms_norm": _V32, "fused_allreduce_gemma_rms_norm": _M3}
+"""vLLM's functions for a norm behind an all-reduce -> the architectures whose code calls them."""
+
 CODE = (
     Code(fusions=("add_rms_norm",), by="its own op for the add and the norm (fused_add_rms_norm)"),
     Code(fusions=("gated_rms_norm",), by="its own kernel for the gated norm (rms_norm_gated)"),
@@ -199,14 +203,6 @@ CODE = (
         fusions=("mla_dual_rms_norm", *quantised("mla_dual_rms_norm")),
         by="fused_norm_rope in the code of the model",
         architectures=SPARSE_MODELS,
-        kept=True,
-    ),
-    Code(
-        fusions=("all_reduce_add_rms_norm", "add_rms_norm"),
-        by=f"fused_allreduce_rms_norm in the code of the model{NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add",
-        architectures=_V32,
-        ranks="several",
-        vendor="nvidia",
         kept=True,
     ),
     Code(
@@ -225,14 +221,6 @@ CODE = (
         fusions=("add_rms_norm",),
         by="FlashInfer's op for the add and the norm (gemma_fused_add_rmsnorm), in the code of the model",
         architectures=_M3,
-    ),
-    Code(
-        fusions=("all_reduce_add_rms_norm", "add_rms_norm"),
-        by=f"fused_allreduce_gemma_rms_norm in the code of the model{NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add",
-        architectures=_M3,
-        ranks="several",
-        vendor="nvidia",
-        kept=True,
     ),
     Code(
         fusions=("qk_norm_rope",),
@@ -269,6 +257,18 @@ CODE = (
         by="attn_res in the code of the model",
         architectures=frozenset({"KimiK3ForConditionalGeneration"}),
         kept=True,
+    ),
+    *(
+        Code(
+            fusions=(fusion,),
+            by=f"{function} in the code of the model{NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add",
+            architectures=architectures,
+            ranks="several",
+            vendor="nvidia",
+            kept=kept,
+        )
+        for function, architectures in REDUCES.items()
+        for fusion, kept in ((_REDUCED, False), ("add_rms_norm", True))
     ),
 )
 """What models do that vLLM runs without compiling them; later rows are the more special ones."""
@@ -351,6 +351,8 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
         seams: the fusions that can go in at module level there.
     """
     known, architectures = frozenset(seams), tuple(architectures)
+    if place.vendor == "amd" or frozenset().union(*REDUCES.values()).isdisjoint(architectures):
+        known -= {_REDUCED}
     does: dict[str, str] = {}
     keeps = {role: why for name in architectures for role, why in APART.get(name, {}).items()}
     for name, code in by_code(architectures, place).items():

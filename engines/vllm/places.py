@@ -28,10 +28,14 @@ def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
     for hook in HOOKS:
         yield hook.place, hook.does, check_source(hook, folder)
     for key in dict.fromkeys(seam.key for seam in SEAMS):
-        several = [seam for seam in SEAMS if seam.key == key]
+        several = [seam for seam in SEAMS if seam.key == key and not seam.reduces]
         does = f"{', '.join(seam.fusion for seam in several)}: there in models that vLLM does not compile"
         hooks = (hook for seam in several for hook in (seam.hook, seam.function) if hook is not None)
         yield ":".join(key), does, next(filter(None, (check_source(hook, folder) for hook in hooks)), None)
+    for seam in SEAMS:
+        if seam.reduces and seam.function is not None:
+            does = f"{seam.fusion}: there in models that vLLM does not compile and whose norms are given to it"
+            yield seam.function.place, does, check_source(seam.function, folder)
     for consumer in dict.fromkeys(seam.consumer for seam in SEAMS if seam.consumer is not None):
         yield (
             consumer.hook.place,

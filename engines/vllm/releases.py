@@ -63,7 +63,14 @@ RELEASES = {
                     "KimiLinearForCausalLM",
                 }
             ),
-            seams=frozenset({*_EVERYWHERE, "mla_dual_rms_norm", *native_fusions.quantised("mla_dual_rms_norm")}),
+            seams=frozenset(
+                {
+                    *_EVERYWHERE,
+                    "all_reduce_add_rms_norm",
+                    "mla_dual_rms_norm",
+                    *native_fusions.quantised("mla_dual_rms_norm"),
+                }
+            ),
             without=frozenset({*_NOWHERE, "CwmForCausalLM", "SeedOssForCausalLM"}),
             inside=frozenset({"sm90"}),
         ),

@@ -17,6 +17,7 @@ _KDA = "vllm.third_party.flash_linear_attention.ops.kda"
 _PRODUCT = "vllm.model_executor.layers.activation"
 _K3 = "vllm.models.kimi_k3.nvidia.mla"
 _M3 = "vllm.models.minimax_m3.nvidia.model"
+_V32 = "vllm.models.deepseek_v32.nvidia.model"
 _FUNCTION = "fused_q_kv_rmsnorm"
 _TAKES = ("qr", "kv", "q_weight", "kv_weight", "eps")
 _QUANTISER = Hook(
@@ -83,6 +84,22 @@ def _both(module: str, name: str, **more: Any) -> tuple[Seam, ...]:
     )
 
 
+def _reduced(
+    module: str, name: str, norms: str, norm: str, source: str, method: str = "forward_native", **more: Any
+) -> Seam:
+    """A function that is given what one rank has of a sum, the residual, and a norm."""
+    function = Hook(
+        name="seam",
+        module=module,
+        path=name,
+        takes=("hidden_states", "residual", "norm"),
+        others="none",
+        source=f"{source}.{name}:{name}",
+    )
+    like = _norm("all_reduce_add_rms_norm", norms, norm, "residual", method)
+    return Seam(fusion=like.fusion, hook=like.hook, function=function, reduces=True, **more)
+
+
 def _plain(norm: Any) -> bool:
     return bool(norm.has_weight and norm.variance_size_override is None)
 
@@ -107,6 +124,15 @@ SEAMS = (
     *_quantised("silu_mul", _product, "SiluAndMulWithClamp", "self", plain=_silu),
     *_both(_MLA, "MultiHeadLatentAttentionWrapper", switch="fuse_qkv_rmsnorm"),
     *_both(_K3, "MultiHeadLatentAttention"),
+    _reduced(_V32, "fused_allreduce_rms_norm", _NORMS, "RMSNorm", "vllm.models.common.ops", plain=_plain),
+    _reduced(
+        _M3,
+        "fused_allreduce_gemma_rms_norm",
+        _M3,
+        "MiniMAXGemmaRMSNorm",
+        "vllm.model_executor.layers",
+        method="forward",
+    ),
 )
 """Every place. The fused op of a site is that of the plan; a norm is the site's own module."""
 

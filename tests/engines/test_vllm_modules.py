@@ -21,6 +21,7 @@ from torch import Tensor
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import mla
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm_host import import_model
 from vllm_started import KDA, ROUNDING, apart, as_near, engine_config, started
 
 from layerfuse.engines import process
@@ -32,6 +33,7 @@ from layerfuse.engines.vllm.seams import SEAMS
 from layerfuse.fusion import FusionMissedError
 
 GATED = "gated_rms_norm"
+REDUCED = "all_reduce_add_rms_norm"
 HERE = RELEASES[".".join(vllm.__version__.split(".")[:2])].seams
 """The fusions that this vLLM has a place for; the record is held to the source below."""
 kimi = pytest.mark.skipif(DUAL not in HERE, reason="this vLLM compiles Kimi-Linear, in other code")
@@ -283,6 +285,8 @@ def test_a_place_that_is_gone_is_said_with_what_is_missing(
 
 def test_the_recorded_places_of_this_release_are_those_of_its_source() -> None:
     """Plans made without vLLM go by the record."""
+    if REDUCED in HERE:
+        import_model("vllm.models.deepseek_v32.nvidia.model:DeepseekV32ForCausalLM")
     folder = Path(vllm.__file__).parent
     whole = {
         seam.fusion

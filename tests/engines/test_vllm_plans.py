@@ -73,6 +73,8 @@ def loaded(folder: Path, tp: int, eager: bool, kernel: str | None) -> Iterator[t
     """The model of a config, as vLLM has it on the second of two H100s or on one, and vLLM's config."""
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     file, cls = OWN.get(name, ("transformers", "TransformersForCausalLM"))
+    if file == "vllm.models.deepseek_v32":  # where a CPU has another
+        file, cls = f"{file}.nvidia.model", "DeepseekV32ForCausalLM"
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_gpu())
         if kernel is not None:

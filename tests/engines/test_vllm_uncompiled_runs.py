@@ -170,16 +170,24 @@ TINY = {
 
 @contextlib.contextmanager
 def started(
-    architecture: str, folder: Path, options: Any, quant: Any = None, dtype: str = "float32"
+    architecture: str,
+    folder: Path,
+    options: Any,
+    quant: Any = None,
+    dtype: str = "float32",
+    tp: int = 1,
+    rank: int = 0,
+    groups: Any = None,
 ) -> Iterator[Started]:
+    folder.mkdir(exist_ok=True)
     tiny = TINY[architecture]
     write_config(architecture, folder, quant, **tiny.config)
     with kernels():
         ModelRegistry.register_model(architecture, import_model(DEFAULTS[architecture].model_class))
     config = config_on_cpu(
         str(folder),
-        tp=1,
-        rank=0,
+        tp=tp,
+        rank=rank,
         model={"dtype": dtype, "max_model_len": 256, "language_model_only": True},
         compilation={"mode": CompilationMode.NONE, "custom_ops": ["none"]},
         load_config=LoadConfig(load_format="dummy"),
@@ -187,7 +195,7 @@ def started(
     )
     config.kernel_config.enable_jit_warmup = False
     routes = mock.patch.object(CPURouter, "_compute_routing", _route)
-    with tiny.stand_ins(), in_engine(config, folder), on(DEFAULTS[architecture]), routes:
+    with tiny.stand_ins(), in_engine(config, folder, groups), on(DEFAULTS[architecture]), routes:
         yield load(config)
 
 
