@@ -21,8 +21,8 @@ PARAMETER = "layerfuse_parameter"
 _FRAME = re.compile(r"^[LG]\[['\"][^'\"]*['\"]\](?:\[[^\]]*\]|\.__self__\b)*")
 """A local or global of the frame, and the module that it holds: an item (`args[0]` of a decorator), or what a method is bound to."""
 
-_METHOD = re.compile(r"\.\w+\.__self__\b")
-"""A method that a module holds as an attribute, and the module that it is bound to: that module."""
+_METHOD = re.compile(r"\.\w+\.(?:__self__|__closure__\[\d+\]\.cell_contents)\b")
+"""A method that a module holds as an attribute, and the module that it is bound to or closes over, as `mla_decode`'s: that module."""
 
 _INDEX = re.compile(r"(?:\._modules|\._parameters)?\[['\"]?([^'\"\]]+)['\"]?\]")
 
