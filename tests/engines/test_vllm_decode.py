@@ -819,7 +819,10 @@ def test_linears_that_quantise_inside_of_their_op_are_multiplied_beside_it(store
     with as_installed():
         with paged("deepseek-v3", tmp_path / "own", layerfuse=False, mode="NONE", **given) as engine:
             own = [engine.step(requests).float() for requests, _ in STEPS[:3]]
-        options = {"fusions": ["mla_decode", "add_rms_norm_group_quant", "few_token_linear_group_quant"], "strict": True}
+        options = {
+            "fusions": ["mla_decode", "add_rms_norm_group_quant", "few_token_linear_group_quant"],
+            "strict": True,
+        }
         with paged("deepseek-v3", tmp_path / "ours", layerfuse=options, **given) as engine:
             found, calls = [], []
             for requests, _ in STEPS[:3]:
