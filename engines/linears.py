@@ -61,6 +61,8 @@ class AtSeams:
     fusion: str
     calls: Callable[[], Mapping[str, Counter[str]]] = field(repr=False)
     "Site -> op -> calls so far."
+    left: Mapping[str, str] = field(factory=dict)
+    "Site -> why nothing of layerfuse's stands there after all."
     ran: dict[str, Counter[str]] = field(factory=dict)
     "The same of the first run."
 
@@ -69,5 +71,5 @@ class AtSeams:
         for site, calls in self.ran.items():
             yield from (Use(site=site, fused=self.fusion, form=op, how="module") for op in calls.elements())
             if not calls.total():
-                why = f"the {run} did not come to its product, or {UNREAD}"
+                why = self.left.get(site) or f"the {run} did not come to its product, or {UNREAD}"
                 yield Use(site=site, fused=None, missed={self.fusion: why}, how="module")

@@ -175,13 +175,15 @@ def native_methods(*methods: tuple[Any, str]) -> Native:
     return Look().methods(*methods)
 
 
-def native_function(module: str, name: str) -> None:
-    """Hold a function of one of the engine's modules, and all that it calls, to the source.
+def native_function(module: str, name: str) -> Native:
+    """The same of a function of one of the engine's modules, and all that it calls.
 
     Raises:
         NotNativeError: some of it is not the engine's own code.
     """
-    Look().named(vars(sys.modules[module]), name, frozenset({name}))
+    look = Look()
+    look.named(vars(sys.modules[module]), name, frozenset({name}))
+    return look.native()
 
 
 class Look:

@@ -22,8 +22,12 @@ from vllm_stages import DEFAULT, Arm, Stage, Way
 
 QUANTISED = ("add_rms_norm_group_quant", "rms_norm_group_quant")
 NAMED = ("add_rms_norm", *QUANTISED)
-"""All that can stand in a model in fp8 blocks."""
-_ARMS = {"default": Arm(way="sglang"), "quantised": Arm(QUANTISED, "sglang"), "named": Arm(NAMED, "sglang")}
+"""The norms of a model in fp8 blocks."""
+PRODUCTS = ("few_token_linear_group_quant",)
+_ARMS = {
+    "default": Arm(way="sglang"), "quantised": Arm(QUANTISED, "sglang"), "named": Arm(NAMED, "sglang"),
+    "products": Arm(PRODUCTS, "sglang"), "all": Arm((*NAMED, *PRODUCTS), "sglang"),
+}  # fmt: skip
 _WAYS = {
     "sglang": Way(),
     "triton": Way(engine={"fp8_gemm_runner_backend": "triton"}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...fusion.catalog import FUSIONS
+from ...fusion.catalog.few_token_linear import BLOCKS
 from ...fusion.engine import Engine
 
 RELEASE = "0.5.23"
@@ -63,7 +64,7 @@ def engine_of(architectures: Sequence[str] = ()) -> Engine:
         architectures: of the model, as its config.json says them, or the class that SGLang has loaded.
     """
     nothing = next(filter(None, map(_why_nothing, architectures)), None)
-    without = [name for name in FUSIONS if name not in SEAMS]
+    without = [name for name in FUSIONS if name not in SEAMS and name != BLOCKS]
     nowhere = f"{UNCOMPILED}, and layerfuse knows no place for it in SGLang's code yet"
     refuses = dict.fromkeys(without, nowhere)
     for each in ADDS_ITSELF.intersection(architectures):
@@ -80,6 +81,8 @@ def engine_of(architectures: Sequence[str] = ()) -> Engine:
         refuses=refuses if nothing is None else {"*": nothing},
         does={name: f"SGLang does it: {by}; naming the fusion takes it instead" for name, by in DOES.items()},
         inside="layerfuse knows no such linear in SGLang yet",
+        linears={},
+        linears_apart=True,
     )
 
 

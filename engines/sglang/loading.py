@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 
 from ... import registry
 from ...adapters.errors import UnknownLayerError
+from ...adapters.specs import AnySpec
 from ...fusion.engine import Engine
 from ...fusion.live_plan import module_index_of
 from ...fusion.planning import plan
+from ...fusion.rewrite.attribution import join
+from ...fusion.sites import linear_sites, mixtures_of
 from ..compiled_module import CompiledModule, say_unfound
 from ..loading import NotFusedError, device_of, nothing, target_of, why_unfound
 from ..options import NAME, Options
 from ..process import of_each_class, once
+from . import products
 from .facts import engine_of
 
 
@@ -40,6 +45,7 @@ def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
     except UnknownLayerError:
         nothing(model, "no adapter knows any of its layers", stops)
         return None
+    engine = attrs.evolve(engine, linears=dict(_linears_left(runner, specs)))
     name = type(model).__qualname__
     ignored = frozenset(registry.default.ignored_in(model))
     compiled = CompiledModule(
@@ -73,6 +79,17 @@ def _unfound(options: Options, compiled: CompiledModule) -> dict[str, str]:
     if NAME in options.named:
         found[NAME] = "it does not stand inside SGLang yet"
     return {name: why for name, why in found.items() if why is not None}
+
+
+def _linears_left(runner: Any, specs: list[tuple[str, AnySpec]]) -> Iterator[tuple[str, str]]:
+    """Path of a linear -> why its product stays SGLang's with few tokens too, as a sentence."""
+    why_none = products.why_not(runner.server_args)
+    for site in linear_sites(specs, {}, mixtures_of(specs)):
+        if site.linear is not None and site.quant is not None:
+            path = join(site.layer, site.linear.path)
+            why = why_none or products.why_not_by(runner.model.get_submodule(path), site.quant)
+            if why is not None:
+                yield path, why
 
 
 def _engine(runner: Any) -> Engine:

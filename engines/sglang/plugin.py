@@ -92,11 +92,13 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         say_if_untested()
         from ..standing import at_first_call
+        from . import products
         from .loading import compiled_module_of
         from .seams import SEAMS
 
         compiled = compiled_module_of(runner, options)
         if compiled is not None:
+            products.put_in(compiled, runner.model)
             at_first_call(runner.model, compiled, SEAMS, lambda _: None, _finish)
     except Exception as error:
         if options.strict:

@@ -15,6 +15,7 @@ from ..handover import Reader, Wanted, why_products_apart
 from ..hooks import Hook
 from ..native import native_methods
 from ..process import once
+from . import products
 
 RELOADED = "layerfuse: weights were loaded again, and linears have other static scales: what was quantised for them is not taken any more"
 
@@ -59,6 +60,11 @@ def _apply(place: Any, called: str, scheme: str, static: Tensor | None, wanted: 
             once(logging.WARNING, RELOADED)
             return multiply(x)
         ours = (given.values, given.scales) if scheme == "group" else (given.values, given.scales, x.dtype)
-        return wanted.taken(given, lambda: multiply(x), lambda: multiply(ours), why_products_apart)
+
+        def own() -> Any:
+            with products.left_out():
+                return multiply(x)
+
+        return wanted.taken(given, own, lambda: multiply(ours), why_products_apart)
 
     return apply

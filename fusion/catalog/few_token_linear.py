@@ -47,7 +47,8 @@ def _why_left(site: Site, engine: Engine | None) -> str | None:
     if site.experts is not None and engine.experts is not None and not inside and not engine.shared_apart:
         return engine.experts
     # So has a linear that a chain in front gives what it has quantised.
-    if engine.uncompiled is not None and not (inside and (site.handed_over or site.experts is not None)):
+    apart = engine.linears_apart or (inside and (site.handed_over or site.experts is not None))
+    if engine.uncompiled is not None and not apart:
         return (
             f"{engine.uncompiled}; at module level there is a place for it behind a chain that quantises for it alone"
         )

@@ -75,7 +75,14 @@ def llama() -> nn.Module:
 
 def runner_of(model: nn.Module, **arguments: Any) -> Any:
     """What is asked of SGLang's `ModelRunner`."""
-    given = {"pp_size": 1, "enable_torch_compile": False, "enable_deterministic_inference": False, **arguments}
+    given = {
+        "pp_size": 1,
+        "enable_torch_compile": False,
+        "enable_deterministic_inference": False,
+        "enable_lora": None,
+        "lora_paths": None,
+        **arguments,
+    }
     return SimpleNamespace(model=model, is_draft_worker=False, server_args=SimpleNamespace(**given))
 
 

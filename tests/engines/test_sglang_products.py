@@ -1,0 +1,258 @@
+"""fp8 products of few tokens inside SGLang: its own layers and linear methods, built on a CPU, with plain torch in the place of its kernels.
+
+Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("sglang_layers")
+import torch
+from sglang.srt.layers.quantization import fp8_utils
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+from test_sglang_handover import ADD, NORM, Kernels, kernels, llama, products  # noqa: F401 (`kernels` is a fixture)
+from test_sglang_plugin import fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
+from torch import Tensor, nn
+
+from layerfuse.adapters.linear_quant import activation_quant_of
+from layerfuse.engines.compiled_module import CompiledModule
+from layerfuse.engines.loading import NotFusedError
+from layerfuse.engines.native import NotNativeError, native_function, native_methods
+from layerfuse.engines.rank_report import rank_report_of
+from layerfuse.engines.sglang import loading, plugin
+from layerfuse.engines.sglang import products as few
+from layerfuse.engines.sglang.loading import compiled_module_of
+from layerfuse.engines.sglang.seams import SEAMS
+from layerfuse.engines.standing import at_first_call
+from layerfuse.fusion import Target
+from layerfuse.fusion.backends import counting
+from layerfuse.fusion.catalog.few_token_linear import BLOCKS
+from layerfuse.fusion.linear_ops import MOST
+
+QUANTISED = (f"{ADD}_group_quant", f"{NORM}_group_quant")
+LINEAR, BLOCK_LINEAR = "group_quant_linear", "block_scaled_linear"
+CALLED = {
+    f"model.layers.{layer}.{path}:linear" for layer in (0, 1) for path in ("self_attn.qkv_proj", "mlp.gate_up_proj")
+}
+SITES = CALLED | {
+    f"model.layers.{layer}.{path}:linear" for layer in (0, 1) for path in ("self_attn.o_proj", "mlp.down_proj")
+}
+OWN = "triton_w8a8_block_fp8_linear"
+"""What SGLang multiplies by on a CPU."""
+
+
+@pytest.fixture(autouse=True)
+def asked(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
+    """Few tokens, and no fusion in front."""
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", BLOCKS)
+    with mock.patch.object(few, "native_function", return_value=native_methods()):  # which would find the plain torch
+        yield
+
+
+def planned(model: nn.Module, **arguments: Any) -> CompiledModule | None:
+    return compiled_module_of(runner_of(model, **arguments), plugin.options_here())
+
+
+def put_in(model: nn.Module) -> CompiledModule:
+    """As it is done when a model is loaded."""
+    compiled = planned(model)
+    assert compiled is not None
+    few.put_in(compiled, model)
+    at_first_call(model, compiled, SEAMS, lambda _: None, lambda _: None)
+    return compiled
+
+
+def ran(model: nn.Module, kernels: Kernels, tokens: int) -> tuple[Tensor, Counter[str], int]:  # noqa: F811
+    """What a model gives, which linears of layerfuse's it called, and what SGLang quantised."""
+    kernels.quantised = 0
+    with counting() as calls:
+        found = model.forward(torch.arange(tokens))
+    return found, Counter({name: calls[name] for name in (LINEAR, BLOCK_LINEAR) if calls[name]}), kernels.quantised
+
+
+@pytest.mark.parametrize(("fusions", "op"), [((), LINEAR), (QUANTISED, BLOCK_LINEAR)])
+def test_few_tokens_are_multiplied_by_layerfuse_and_more_by_sglang(
+    fusions: tuple[str, ...],
+    op: str,
+    kernels: Kernels,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join((BLOCKS, *fusions)))
+    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
+    model, own = llama("group"), llama("group")
+    with mock.patch.object(type(model), "forward", products), torch.inference_mode():
+        compiled = put_in(model)
+        model.forward(torch.arange(3))
+        assert compiled.counted is not None
+        assert compiled.counted[op] == 4
+        assert compiled.counted[LINEAR] + compiled.counted[BLOCK_LINEAR] == 4
+        said_by = rank_report_of(compiled, 0)
+        assert sorted(said_by.fused[BLOCKS]) == sorted(CALLED)
+        assert (said_by.called or {})[BLOCKS] == 4
+        assert said_by.missed[BLOCKS].keys() == SITES - CALLED  # `products` calls no others
+        assert not said_by.problems
+        for tokens, called, quantised in ((5, 4, 0), (MOST, 4, 0), (MOST + 1, 0, 0 if fusions else 4)):
+            found, linears, of_sglang = ran(model, kernels, tokens)
+            assert (linears, of_sglang) == (Counter({op: called} if called else {}), quantised)
+            torch.testing.assert_close(found, own.forward(torch.arange(tokens)), rtol=2e-2, atol=2e-2)
+
+
+def test_a_first_run_of_many_tokens_counts_the_linears(kernels: Kernels) -> None:  # noqa: F811
+    """SGLang's first is of as many as its largest graph has: the op gives them to SGLang's product."""
+    model, own = llama("group"), llama("group")
+    with mock.patch.object(type(model), "forward", products), torch.inference_mode():
+        compiled = put_in(model)
+        found, linears, quantised = ran(model, kernels, MOST + 1)
+        assert (linears, quantised) == (Counter({LINEAR: 4}), 4)
+        assert compiled.counted is not None
+        assert compiled.counted[LINEAR] == 4
+        torch.testing.assert_close(found, own.forward(torch.arange(MOST + 1)), rtol=0, atol=0)
+
+
+def test_what_others_ask_of_the_function_is_what_it_was(kernels: Kernels) -> None:  # noqa: F811
+    """SGLang looks which one it is when weights are loaded again; adapters read how it quantises."""
+    model = llama("group")
+    linear = model.model.layers[0].mlp.gate_up_proj
+    before, quant = linear.quant_method.w8a8_block_fp8_linear, activation_quant_of(linear)
+    put_in(model)
+    now = linear.quant_method.w8a8_block_fp8_linear
+    assert now is not before
+    assert (now.func, now.__name__) == (before, OWN)
+    assert activation_quant_of(linear) == quant
+
+
+def test_a_call_that_layerfuse_has_no_product_for_is_sglangs(kernels: Kernels) -> None:  # noqa: F811
+    model = llama("group")
+    compiled = put_in(model)
+    compiled.counted = Counter()
+    linear = model.model.layers[0].mlp.gate_up_proj
+    x, bias = torch.ones(3, 256, dtype=torch.bfloat16), torch.ones(512, dtype=torch.bfloat16)
+
+    def linears(x: Any, bias: Any = None) -> Counter[str]:
+        with counting() as calls, torch.inference_mode():
+            linear.quant_method.apply(linear, x, bias)
+        return Counter({name: calls[name] for name in (LINEAR, BLOCK_LINEAR) if calls[name]})
+
+    assert linears(x) == Counter({LINEAR: 1})
+    assert linears(x, bias) == linears(x.float()) == linears(x.t().contiguous().t()) == Counter()
+    with mock.patch.dict(linear._parameters, weight_scale_inv=torch.ones(4, 2, dtype=torch.int32)):
+        assert linears(x) == Counter()  # as where SGLang packs scales
+
+
+@pytest.mark.parametrize("name", few.OWN)
+def test_all_that_sglangs_function_calls_is_held_to_its_source(name: str) -> None:
+    stood = native_function(few.MODULE, name)
+    assert stood.changed() is None
+    for call in ("w8a8_block_fp8_matmul_triton", "sglang_per_token_group_quant_fp8"):
+        with mock.patch.object(fp8_utils, call, theirs):
+            assert "is from test_sglang_products" in str(stood.changed())
+            with pytest.raises(NotNativeError, match="it is from test_sglang_products"):
+                native_function(few.MODULE, name)
+
+
+def test_what_is_put_there_later_is_called(kernels: Kernels, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    model = llama("group")
+    compiled = put_in(model)
+    linear, method = model.model.layers[0].mlp.gate_up_proj, model.model.layers[0].mlp.gate_up_proj.quant_method
+    compiled.counted = Counter()
+    with (
+        mock.patch.object(few.Native, "changed", return_value="it is from elsewhere"),
+        counting() as calls,
+        torch.inference_mode(),
+    ):
+        method.apply(linear, torch.ones(3, 256, dtype=torch.bfloat16))
+    assert (calls[LINEAR], kernels.quantised > 0) == (0, True)
+    assert few.GONE % "it is from elsewhere" in said(log)
+
+
+# ---- linears that are left
+
+
+def why_left(model: nn.Module, log: pytest.LogCaptureFixture, **arguments: Any) -> str:  # noqa: F811
+    """Why all are."""
+    assert planned(model, **arguments) is None
+    (line,) = said(log)
+    before = f"layerfuse: {BLOCKS} is asked for, and has no site in LlamaForCausalLM: "
+    assert line.startswith(before)
+    return line.removeprefix(before)
+
+
+def methods(model: nn.Module) -> list[Any]:
+    held = (vars(module).get("quant_method") for module in model.modules())
+    return [method for method in held if isinstance(method, Fp8LinearMethod)]
+
+
+@pytest.mark.parametrize("arguments", [{"enable_lora": True}, {"lora_paths": ["somewhere"]}])
+def test_lora_keeps_them(arguments: Any, kernels: Kernels, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    assert why_left(llama("group"), log, **arguments) == "LoRA may add to it"
+
+
+def test_a_switch_of_sglangs_keeps_them(
+    kernels: Kernels,  # noqa: F811
+    log: pytest.LogCaptureFixture,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SGLANG_OPT_MOE_QUANT_ONCE", "1")
+    assert "asks which function multiplies" in why_left(llama("group"), log)
+
+
+def test_another_gpu_keeps_them(kernels: Kernels, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    with mock.patch.object(loading, "target_of", return_value=Target(arch="sm100", vendor="nvidia", fp8="e4m3fn")):
+        assert "timed on sm90 alone" in why_left(llama("group"), log)
+
+
+def theirs(**given: Any) -> Any:
+    return given
+
+
+def test_a_function_of_somebody_elses_keeps_them(kernels: Kernels, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    model = llama("group")
+    for method in methods(model):
+        method.w8a8_block_fp8_linear = theirs
+    assert "theirs" in why_left(model, log)
+
+
+def test_another_patched_what_it_calls(kernels: Kernels, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    with mock.patch.object(few, "native_function", side_effect=NotNativeError("its product", "elsewhere")):
+        assert why_left(llama("group"), log) == "its product is not SGLang's own: it is from elsewhere"
+
+
+def test_packed_scales_keep_a_linear(kernels: Kernels) -> None:  # noqa: F811
+    model = llama("group")
+    linear = model.model.layers[0].mlp.gate_up_proj
+    linear.weight_scale_inv = nn.Parameter(torch.ones(512, 1, dtype=torch.int32), requires_grad=False)
+    compiled = put_in(model)
+    site = "model.layers.0.mlp.gate_up_proj:linear"
+    assert {each.site for each in compiled.plan.expected(BLOCKS)} == SITES - {site}
+    assert linear.quant_method.w8a8_block_fp8_linear.__globals__["__name__"] == few.MODULE
+
+
+def test_a_function_that_computes_something_else_stays(kernels: Kernels, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    def other(*args: Any, **kwargs: Any) -> Tensor:
+        return 2 * kernels.block_product(*args, **kwargs)
+
+    model = llama("group")
+    with (
+        mock.patch.object(fp8_utils, "w8a8_block_fp8_matmul_triton", other),
+        mock.patch.object(type(model), "forward", products),
+        torch.inference_mode(),
+    ):
+        compiled = put_in(model)
+        model.forward(torch.arange(3))
+    assert {method.w8a8_block_fp8_linear.__globals__["__name__"] for method in methods(model)} == {few.MODULE}
+    missed = rank_report_of(compiled, 0).missed[BLOCKS]
+    assert missed.keys() == SITES
+    assert all("computes something else" in why for why in missed.values())
+    assert any("left to SGLang for few tokens: what runs there computes something else" in line for line in said(log))
+
+
+def test_strict_stops_where_all_are_left(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
+    with pytest.raises(NotFusedError, match=rf"{BLOCKS} is asked for, and has no site .*LoRA may add"):
+        planned(llama("group"), enable_lora=True)
