@@ -110,9 +110,11 @@ _UNCOMPILED = {
 }
 _NORMS = ("add_rms_norm_group_quant", "rms_norm_group_quant")
 _INNER = ("mla_dual_rms_norm_group_quant", "silu_mul_group_quant")
+_FEW = "few_token_linear_group_quant"
 _SEAMS = {
     "norms": Arm(_NORMS),
     "seams": Arm((*_NORMS, *_INNER)),
+    "linears": Arm((*_NORMS, *_INNER, _FEW)),
     "seams_deep_gemm": Arm((*_NORMS, *_INNER), way="deep_gemm"),
 }
 STAGES = {
@@ -133,7 +135,7 @@ STAGES = {
     "qwen3-next-fp8": Stage("qwen3-next-fp8", _BLOCKS | {"gated": _GATED}, _WAYS, variables=_SKIP, engine=_UNTRIED | {"gdn_prefill_backend": "triton"}, cache=8 << 30, needs=230),
     # The same where vLLM compiles nothing.
     "deepseek-v3-rank8-dense-uncompiled": Stage("deepseek-v3-rank8-dense", _SEAMS, _UNCOMPILED, variables=_SKIP | _BREAKABLE, engine=_UNTRIED, needs=230),
-    "deepseek-v3.2-rank8-dense": Stage("deepseek-v3.2-rank8-dense", {"norms": Arm(_NORMS), "seams": Arm((*_NORMS, "silu_mul_group_quant"))}, {"vllm": Way()}, variables=_SKIP, engine=_UNTRIED, needs=230),
+    "deepseek-v3.2-rank8-dense": Stage("deepseek-v3.2-rank8-dense", {"norms": Arm(_NORMS), "seams": Arm((*_NORMS, "silu_mul_group_quant")), "linears": Arm((*_NORMS, "silu_mul_group_quant", _FEW))}, {"vllm": Way()}, variables=_SKIP, engine=_UNTRIED, needs=230),
     # Attention alone.
     "mla16": Stage("mla-16", _DECODE, _KERNELS),
     "mla128": Stage("mla-128", _DECODE, _KERNELS),
