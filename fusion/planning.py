@@ -389,7 +389,7 @@ class _Decider:
 
     def __call__(self, site: Site) -> list[Decision]:
         alike = self._anywhere and self._config.only is None
-        key = (self._alike.number(site) if alike else site.name, self._is_mixed(site))
+        key = (self._alike.number(site) if alike else site.name, self._engine is not None and self._is_mixed(site))
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = list(self._decide(site, self._config.quant_at(site)))

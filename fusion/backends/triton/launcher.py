@@ -24,6 +24,11 @@ It is read when a kernel is first launched."""
 KNOWN = ("3.6", "3.7", "3.8", "3.9")
 """Releases of Triton that call a compiled kernel as `again` does, in `triton/runtime/jit.py` (`JITFunction.run`)."""
 
+try:
+    from triton import AsyncCompileMode
+except ImportError:  # an older release
+    AsyncCompileMode = None
+
 _hooks = triton.knobs.runtime
 HIP = torch.version.hip is not None
 
@@ -135,11 +140,10 @@ def compiling_ahead() -> Iterator[bool]:
     Yields:
         False where this release of Triton cannot do it: calls would launch as ever.
     """
-    mode = getattr(triton, "AsyncCompileMode", None)
-    if mode is None:
+    if AsyncCompileMode is None:
         yield False
         return
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads, mode(threads):
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads, AsyncCompileMode(threads):
         _ahead.append(True)
         try:
             yield True
