@@ -72,7 +72,7 @@ class Engine:
     """Path of a linear -> why its product stays the engine's with few tokens too, as a sentence. None: there is no place for another
     product than the engine's, and no linear is a site."""
     linears_apart: bool = False
-    "Whether each linear's product has a place of its own at module level."
+    "Whether linears, those of shared experts too, have places of their own at module level: for their products, and for what the product in an MLP quantises."
     uncompiled: str | None = field(default=None, validator=_sentence)
     """Why it does not compile the model, as a sentence; fusions can then go in at module level only. None: it does."""
 

@@ -28,7 +28,7 @@ from .engine import Engine
 from .legality import legality
 from .limits import TokenLimit
 from .policy import AT_SEAMS, Policy, shipped
-from .sites import FINAL, INPUT, Site, linear_sites, mixtures_of, sites_of
+from .sites import ACTIVATION, FINAL, INPUT, Site, linear_sites, mixtures_of, sites_of
 from .steps import Kind, Legality
 from .target import Target
 
@@ -439,6 +439,8 @@ class _Decider:
             )
         # transformers' shared experts are linears like any others, and torch.compile sees them.
         apart = engine is None or engine.name == "transformers" or engine.shared_apart
+        if engine is not None and engine.linears_apart:
+            apart = apart or site.role == ACTIVATION
         if site.experts is None or apart or engine is None or "*" in engine.refuses:
             return ROUTED_ALONE if site.routed_alone else None
         if site.beside_experts:

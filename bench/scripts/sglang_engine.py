@@ -23,10 +23,11 @@ from vllm_stages import DEFAULT, Arm, Stage, Way
 QUANTISED = ("add_rms_norm_group_quant", "rms_norm_group_quant")
 NAMED = ("add_rms_norm", *QUANTISED)
 """The norms of a model in fp8 blocks."""
+INNER = ("silu_mul_group_quant",)
 PRODUCTS = ("few_token_linear_group_quant",)
 _ARMS = {
     "default": Arm(way="sglang"), "quantised": Arm(QUANTISED, "sglang"), "named": Arm(NAMED, "sglang"),
-    "products": Arm(PRODUCTS, "sglang"), "all": Arm((*NAMED, *PRODUCTS), "sglang"),
+    "products": Arm(PRODUCTS, "sglang"), "all": Arm((*NAMED, *INNER, *PRODUCTS), "sglang"),
 }  # fmt: skip
 _WAYS = {
     "sglang": Way(),

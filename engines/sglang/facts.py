@@ -16,10 +16,11 @@ RELEASE = "0.5.23"
 
 CHAINS = ("add_rms_norm", "rms_norm")
 GATED = "gated_rms_norm"
+PRODUCT = "silu_mul"
 SCHEMES = ("static", "per_token", "group")
 
 SEAMS = frozenset(
-    {"add_rms_norm", GATED, *(f"{chain}_{scheme}_quant" for chain in (*CHAINS, GATED) for scheme in SCHEMES)}
+    {"add_rms_norm", GATED, *(f"{chain}_{scheme}_quant" for chain in (*CHAINS, GATED, PRODUCT) for scheme in SCHEMES)}
 )
 """Fusions that can go in at module level (`seams.SEAMS`)."""
 
@@ -81,6 +82,7 @@ def engine_of(architectures: Sequence[str] = ()) -> Engine:
         refuses=refuses if nothing is None else {"*": nothing},
         does={name: f"SGLang does it: {by}; naming the fusion takes it instead" for name, by in DOES.items()},
         inside="layerfuse knows no such linear in SGLang yet",
+        experts="SGLang may run shared experts beside the routed ones, on another stream: what is quantised for them is not kept until both are done",
         linears={},
         linears_apart=True,
     )

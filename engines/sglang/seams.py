@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..hooks import Hook
 from ..seams import Consumer, Seam
-from .facts import CHAINS, GATED, SCHEMES
+from .facts import CHAINS, GATED, PRODUCT, SCHEMES
 
 if TYPE_CHECKING:
     from ...adapters.activation_quant import ActivationQuant
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _NORMS = "sglang.srt.layers.layernorm"
 _FLA = "sglang.kernels.ops.attention.fla"
+_ACTIVATIONS = "sglang.srt.layers.activation"
 _TAKES = ("self", "x", "residual", "post_residual_addition")
 _APPLY = Hook(
     name="seam",
@@ -42,10 +43,10 @@ def _norm(
     return Seam(fusion=fusion, hook=hook, **more)
 
 
-def _chosen(norm: Any) -> None:
-    """Let SGLang choose the method that the norm's `forward` calls, as it would at its first call, so that it can be looked at."""
-    if norm._forward_method is None:
-        norm._forward_method = norm._resolve_forward_method()
+def _chosen(op: Any) -> None:
+    """Let SGLang choose the method that an op's `forward` calls, as it would at its first call, so that it can be looked at."""
+    if op._forward_method is None:
+        op._forward_method = op._resolve_forward_method()
 
 
 def _plain(norm: Any) -> bool:
@@ -69,8 +70,8 @@ def _quantises(norm: Any) -> bool:
     return bool(available and module._fp8_static_input_scale(norm._quant_linear) is not None)
 
 
-def _gemma(norm: Any) -> bool:
-    _chosen(norm)
+def _alone(op: Any) -> bool:
+    _chosen(op)
     return True
 
 
@@ -79,7 +80,7 @@ def _unbiased(norm: Any) -> bool:
 
 
 def _with_quantised(chains: tuple[str, ...], *place: Any, **more: Any) -> tuple[Seam, ...]:
-    """A norm for chains with the quantisation of the linears behind it."""
+    """A norm, or a product, for chains with the quantisation of the linears behind it."""
     names = (f"{chain}_{scheme}_quant" for chain in chains for scheme in SCHEMES)
     return tuple(_norm(name, *place, consumer=LINEARS, **more) for name in names)
 
@@ -97,8 +98,9 @@ def _gated(name: str, file: str, gate: str) -> tuple[Seam, ...]:
 
 SEAMS = (
     *_stream("RMSNorm", _plain),
-    *_stream("GemmaRMSNorm", _gemma),
+    *_stream("GemmaRMSNorm", _alone),
     *_gated("RMSNorm", "layernorm_gated", "z"),
     *_gated("FusedRMSNormGated", "fused_norm_gate", "g"),
+    *_with_quantised((PRODUCT,), "SiluAndMul", _ACTIVATIONS, "forward_native", ("self", "x"), plain=_alone),
 )
-"""Every place. The fused op of a site is that of the plan; a norm is the site's own module."""
+"""Every place. The fused op of a site is that of the plan; a norm is the site's own module, and a product is in the MLP."""

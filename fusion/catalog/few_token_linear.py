@@ -44,7 +44,8 @@ def _why_left(site: Site, engine: Engine | None) -> str | None:
     if inside and engine.inside is not None:
         return f"it quantises inside of the op that multiplies, and nothing takes that out in {engine.name}: {engine.inside}"
     # Shared experts that quantise inside of their product have a seam there.
-    if site.experts is not None and engine.experts is not None and not inside and not engine.shared_apart:
+    shared_apart = engine.shared_apart or engine.linears_apart
+    if site.experts is not None and engine.experts is not None and not inside and not shared_apart:
         return engine.experts
     # So has a linear that a chain in front gives what it has quantised.
     apart = engine.linears_apart or (inside and (site.handed_over or site.experts is not None))

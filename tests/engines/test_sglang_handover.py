@@ -150,6 +150,54 @@ def test_linears_take_what_the_norm_in_front_of_them_has_quantised(
         assert kernels.quantised == 4
 
 
+def mlps(self: Any, ids: Tensor, *_: Any) -> Tensor:
+    """The MLPs of a Llama, or of the first layers of a DeepSeek-V3 and its shared experts."""
+    x = torch.randn(len(ids), 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for layer in self.model.layers:
+        mlp = getattr(layer.mlp, "shared_experts", layer.mlp)
+        product = mlp.act_fn(mlp.gate_up_proj(x)[0])
+        # As its forward does, which asks for a group of ranks.
+        x = x + mlp.down_proj.quant_method.apply(mlp.down_proj, product, None)
+    return x
+
+
+DEEPSEEK = {
+    **published_config("deepseek-v3"), "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2,
+    "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "vocab_size": 64,
+}  # fmt: skip
+
+
+def deepseek() -> nn.Module:
+    """A dense layer and one with a shared expert."""
+    config = {name: value for name, value in DEEPSEEK.items() if name != "quantization_config"}
+    model, _ = build_of(config, tp=1, rank=0, patch={}, device="cpu", quantised=config_of("group"))
+    fill(model)
+    return model
+
+
+@pytest.mark.parametrize(("build", "scheme"), [*((llama, scheme) for scheme in QUANTS), (deepseek, "group")])
+def test_the_product_of_an_mlp_quantises_for_the_linear_behind_it(
+    build: Any, scheme: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of shared experts too."""
+    name = f"silu_mul_{scheme}_quant"
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", name)
+    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
+    given = (scheme,) if build is llama else ()
+    model, own, done = build(*given), build(*given), []
+    with mock.patch.object(type(model), "forward", mlps), torch.inference_mode():
+        compiled = compiled_module_of(runner_of(model), plugin.options_here())
+        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
+        model.forward(torch.arange(3))
+        assert done[0].counted == Counter({f"{name}_with_product": 2})
+        assert not done[0].report().of(name).missed
+        kernels.quantised = 0
+        found = model.forward(torch.arange(5))
+        assert kernels.quantised == 2  # in front of gate and up
+        torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
+
+
 QWEN = {
     **published_config("qwen3-next-80b-a3b"), "hidden_size": 256, "num_hidden_layers": 1, "num_experts": 2, "num_experts_per_tok": 1,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "vocab_size": 64,
