@@ -22,12 +22,15 @@ from ..fusion.catalog import FUSIONS
 from ..fusion.sites import Site
 from .hooks import Hook
 from .host import here
-from .native import Native, native, native_call, native_function
+from .native import Native, held_methods, native, native_call, native_function
 from .process import once
 from .seams import Seam
 
 Run: TypeAlias = Callable[..., Any]
 """Given the arguments of a fused op, those of what the engine runs, and that: calls one of the two."""
+
+Miss: TypeAlias = Callable[[str], object]
+"""Told why an op was not called."""
 
 Same: TypeAlias = Callable[[], bool]
 """Whether nothing has been put in the place of the engine's code since ours stands there."""
@@ -95,7 +98,7 @@ def pair(
     run: Run,
     same: Same,
     norms: Callable[[], tuple[nn.Module, ...]],
-    miss: Callable[[str], None],
+    miss: Miss,
 ) -> None:
     """Both `norms` of one site, as they are when it is called, that the instance calls a function for; `miss` is told where it calls that in another way."""
     q, kv = site.norms
@@ -155,6 +158,59 @@ def reduced(module: Any, seam: Seam, site: Site, run: Run, same: Same, most: int
     _reduces[module] = fused
 
 
+def neighbours(site: Site, run: Run, same: Same, norms: Callable[[], tuple[nn.Module, ...]], miss: Miss) -> None:
+    """Both `norms` of one site where their inputs lie side by side in one tensor: the first one's call becomes that of the op.
+
+    What it gives for the second waits for that one's call. `miss` is told where they do not lie so.
+    """
+    first, second = norms()
+    q, kv = site.norms
+    settings = (q.epsilon, kv.epsilon, q.weight_offset, kv.weight_offset)
+    own, others = _of_its_class(first), _of_its_class(second)
+    waiting: list[tuple[Tensor, Tensor]] = []
+
+    def plain(x: Tensor, y: Tensor) -> tuple[Any, Any]:
+        return own(x), others(y)
+
+    def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
+        waiting.clear()
+        y = None if args or kwargs else _behind(x, kv.width)
+        if y is None or not same():
+            return own(x, *args, **kwargs)
+        given, waits = run((x, y, first.weight, second.weight, *settings), (x, y), plain)
+        waiting.append((y, waits))
+        return given
+
+    def afterwards(y: Any, *args: Any, **kwargs: Any) -> Any:
+        read, waits = waiting.pop() if waiting else (None, None)
+        if read is not None and not args and not kwargs and _is_same(read, y):
+            return waits
+        miss(f"{here().name} called these norms on tensors that do not lie side by side")
+        return others(y, *args, **kwargs)
+
+    _stand(first, forward)
+    _stand(second, afterwards)
+
+
+def _behind(x: Tensor, width: int) -> Tensor | None:
+    """The columns behind a tensor that is a part of a wider one, or None where it is none with so many."""
+    if x.dim() != 2 or not len(x) or x.stride(1) != 1 or x.stride(0) < x.shape[1] + width:
+        return None
+    start = x.storage_offset() + x.shape[1]
+    if start + (len(x) - 1) * x.stride(0) + width > x.untyped_storage().nbytes() // x.element_size():
+        return None
+    return x.as_strided((len(x), width), x.stride(), start)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+        other.dtype,
+    )
+
+
 def is_switched(module: Any, seam: Seam) -> bool:
     """Whether the engine would call its norms by themselves, and has to be told to call the function."""
     return seam.switch is not None and not getattr(module, seam.switch)
@@ -166,6 +222,8 @@ def stood(module: Any, seam: Seam, norms: tuple[nn.Module, ...]) -> tuple[Native
     Raises:
         NotNativeError: some of it is not the engine's own.
     """
+    if seam.callers:
+        return held_methods(module, seam.callers), *map(native, norms)
     if seam.function is None:
         return (native(module),)
     native_function(seam.function.module, seam.function.path)

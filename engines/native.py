@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ from attrs import frozen
 from torch import nn
 
 from ..adapters.errors import FOREIGN, LayerfuseError
+from .hooks import Hook
 from .host import here
 from .whose import codes, imported, is_source, module_of, names_in, package, plain, within
 
@@ -173,6 +174,25 @@ def native_methods(*methods: tuple[Any, str]) -> Native:
         NotNativeError: some of it is not the engine's own code.
     """
     return Look().methods(*methods)
+
+
+def held_methods(module: nn.Module, methods: Iterable[Hook]) -> Native:
+    """Hold methods of a module's class to the source, and nothing that they call.
+
+    Raises:
+        NotNativeError: one is not the engine's own.
+    """
+    look = Look()
+    for hook in methods:
+        name = hook.path.rpartition(".")[2]
+        base = next(each for each in type(module).__mro__ if name in vars(each))
+        held, place = vars(base)[name], f"{base.__module__}:{base.__qualname__}.{name}"
+        function = plain(held)
+        if not isinstance(function, FunctionType) or not is_source(function.__code__, base.__module__):
+            raise NotNativeError(place, module_of(held))
+        look.hold(vars(base), name, held, place, base)
+        look.hold(vars(module), name, None, f"{name} of this {type(module).__qualname__}", module)
+    return look.native()
 
 
 def native_function(module: str, name: str) -> Native:

@@ -38,8 +38,8 @@ class Seam:
     """A producer's call in one class of an engine's, and the calls of those that read its results.
 
     For a norm the instance's call with a second tensor (the residual, the gate) becomes one call of the fused op, and for a product its
-    call with both halves in one. Where there is a `function`, that is what becomes the op, while the instance runs. What the op quantises
-    goes by its `consumer`'s way.
+    call with both halves in one. Where there is a `function`, that is what becomes the op, while the instance runs. Where there are methods
+    that call two norms, the first norm's call becomes the op. What the op quantises goes by its `consumer`'s way.
     """
 
     fusion: str
@@ -47,6 +47,8 @@ class Seam:
     "A method of the class, with what it takes."
     function: Hook | None = None
     "What the instance calls of its module for the same chain."
+    callers: tuple[Hook, ...] = ()
+    "Methods of the class that call both norms of a site, on parts of one tensor that lie side by side and are not written to in between."
     switch: str | None = None
     "The attribute that makes the instance call it."
     reduces: bool = False
@@ -54,7 +56,7 @@ class Seam:
     consumer: Consumer | None = None
     "Of a chain that quantises."
     plain: Callable[[Any], bool] = field(default=_always, repr=False)
-    "Whether an instance computes what the spec says and nothing else."
+    "Whether an instance computes what the spec says and nothing else; where it has `callers`, each of the two norms."
 
     @property
     def key(self) -> tuple[str, str]:
@@ -67,8 +69,10 @@ class Seam:
         return self.hook.takes[2]
 
     @property
-    def call(self) -> Literal["norm", "pair", "product", "reduced"]:
+    def call(self) -> Literal["norm", "pair", "neighbours", "product", "reduced"]:
         """What the producer's call is given."""
+        if self.callers:
+            return "neighbours"
         if self.reduces:
             return "reduced"
         if self.function is not None:
@@ -79,7 +83,7 @@ class Seam:
     def hooks(self) -> tuple[Hook, ...]:
         """What has to be as expected."""
         reads = None if self.consumer is None else self.consumer.hook
-        return tuple(hook for hook in (self.hook, self.function, reads) if hook is not None)
+        return tuple(hook for hook in (self.hook, self.function, *self.callers, reads) if hook is not None)
 
     def is_there(self) -> bool:
         """Whether this engine has something of these names. Imports nothing."""

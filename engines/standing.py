@@ -150,8 +150,10 @@ class Standing:
         problem = seam.why_not()
         if problem is not None:
             return problem
-        if not seam.plain(module):
-            return f"this {type(module).__qualname__} does more than its spec says"
+        stands = list(self._norms(site)) if seam.callers else [module]
+        strange = next((each for each in stands if not seam.plain(each)), None)
+        if strange is not None:
+            return f"this {type(strange).__qualname__} does more than its spec says"
         try:
             readers = self._readers(seam, site)
             if isinstance(readers, str):
@@ -170,7 +172,9 @@ class Standing:
                 run = self._reducing(site.name, fusion)
                 self.waiting[site.name] = partial(self._reduce, path, module, seam, site, run, same, most)
                 return None
-            if seam.call == "pair":
+            if seam.call == "neighbours":
+                calls.neighbours(site, run, same, norms, partial(self.missed.setdefault, site.name))
+            elif seam.call == "pair":
                 calls.pair(module, seam, site, run, same, norms, partial(self.missed.__setitem__, site.name))
             else:
                 {"norm": calls.norm, "product": calls.product}[seam.call](module, seam, site, run, same)
@@ -179,8 +183,9 @@ class Standing:
         for reader in readers:
             reader.stand(site.name, self._took, self._refuse)
             self.forms[site.name] = FUSIONS[fusion].forms[-1].op.name
-        self.inside[path] = module
-        self.forwards[site.name] = module, vars(module)["forward"]
+        paths = [join(site.layer, norm.module or "") for norm in site.norms] if seam.callers else [path]
+        self.inside.update(zip(paths, stands, strict=True))
+        self.forwards[site.name] = stands[0], vars(stands[0])["forward"]
         return None
 
     def _norms(self, site: Site) -> tuple[nn.Module, ...]:

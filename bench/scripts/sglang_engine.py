@@ -23,12 +23,13 @@ from vllm_stages import DEFAULT, Arm, Stage, Way
 QUANTISED = ("add_rms_norm_group_quant", "rms_norm_group_quant")
 NAMED = ("add_rms_norm", *QUANTISED)
 """The norms of a model in fp8 blocks."""
-INNER = ("silu_mul_group_quant",)
 PRODUCTS = ("few_token_linear_group_quant",)
+ALL = (*NAMED, "silu_mul_group_quant", *PRODUCTS)
 _ARMS = {
     "default": Arm(way="sglang"), "quantised": Arm(QUANTISED, "sglang"), "named": Arm(NAMED, "sglang"),
-    "products": Arm(PRODUCTS, "sglang"), "all": Arm((*NAMED, *INNER, *PRODUCTS), "sglang"),
+    "products": Arm(PRODUCTS, "sglang"), "all": Arm(ALL, "sglang"),
 }  # fmt: skip
+_MLA = {**_ARMS, "all": Arm((*ALL, "mla_dual_rms_norm_group_quant"), "sglang")}
 _WAYS = {
     "sglang": Way(),
     "triton": Way(engine={"fp8_gemm_runner_backend": "triton"}),
@@ -41,8 +42,8 @@ _CPU: dict[str, Any] = {
     "disable_prefill_cuda_graph": False, "mem_fraction_static": None,
 }  # fmt: skip
 STAGES = {
-    "deepseek-v3-rank8-dense": Stage("deepseek-v3-rank8-dense", _ARMS, _WAYS, cache=_CACHE, needs=240),
-    "deepseek-v3-rank8-mixture": Stage("deepseek-v3-rank8-mixture", _ARMS, _WAYS, cache=_CACHE, needs=240),
+    "deepseek-v3-rank8-dense": Stage("deepseek-v3-rank8-dense", _MLA, _WAYS, cache=_CACHE, needs=240),
+    "deepseek-v3-rank8-mixture": Stage("deepseek-v3-rank8-mixture", _MLA, _WAYS, cache=_CACHE, needs=240),
     "qwen3-32b-fp8-rank4": Stage("qwen3-32b-fp8-rank4", _ARMS, _WAYS, cache=_CACHE, needs=240),
     # For trying this script.
     "tiny": Stage(

@@ -16,11 +16,17 @@ RELEASE = "0.5.23"
 
 CHAINS = ("add_rms_norm", "rms_norm")
 GATED = "gated_rms_norm"
+LATENTS = "mla_dual_rms_norm"
 PRODUCT = "silu_mul"
 SCHEMES = ("static", "per_token", "group")
 
 SEAMS = frozenset(
-    {"add_rms_norm", GATED, *(f"{chain}_{scheme}_quant" for chain in (*CHAINS, GATED, PRODUCT) for scheme in SCHEMES)}
+    {
+        "add_rms_norm",
+        GATED,
+        LATENTS,
+        *(f"{chain}_{scheme}_quant" for chain in (*CHAINS, GATED, LATENTS, PRODUCT) for scheme in SCHEMES),
+    }
 )
 """Fusions that can go in at module level (`seams.SEAMS`)."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..hooks import Hook
 from ..seams import Consumer, Seam
-from .facts import CHAINS, GATED, PRODUCT, SCHEMES
+from .facts import CHAINS, GATED, LATENTS, PRODUCT, SCHEMES
 
 if TYPE_CHECKING:
     from ...adapters.activation_quant import ActivationQuant
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _NORMS = "sglang.srt.layers.layernorm"
 _FLA = "sglang.kernels.ops.attention.fla"
 _ACTIVATIONS = "sglang.srt.layers.activation"
+_MLA = "sglang.srt.models.deepseek_v2"
+_PREPARES = ("positions", "hidden_states", "forward_batch", "zero_allocator")
 _TAKES = ("self", "x", "residual", "post_residual_addition")
 _APPLY = Hook(
     name="seam",
@@ -63,6 +65,10 @@ def _plain(norm: Any) -> bool:
     )
 
 
+def _latent(norm: Any) -> bool:
+    return (type(norm).__module__, type(norm).__qualname__) == (_NORMS, "RMSNorm") and _plain(norm)
+
+
 def _quantises(norm: Any) -> bool:
     """Whether SGLang's own kernel quantises for the linear behind the norm, by a static scale."""
     module: Any = sys.modules[_NORMS]
@@ -96,11 +102,31 @@ def _gated(name: str, file: str, gate: str) -> tuple[Seam, ...]:
     return _norm(GATED, *place, plain=_unbiased), *_with_quantised((GATED,), *place, plain=_unbiased)
 
 
+def _prepare(name: str, file: str, mixin: str) -> Hook:
+    """A method of MLA's layer that calls the norms of its two latents one after the other, under CUDA-graph capture on two streams."""
+    path = f"sglang.srt.models.deepseek_common.attention_forward_methods.{file}:{mixin}.{name}"
+    return Hook(
+        name="seam", module=_MLA, path=f"DeepseekV2AttentionMLA.{name}", takes=("self", *_PREPARES), source=path
+    )
+
+
+_CALLERS = (
+    _prepare("forward_absorb_prepare", "forward_mla", "DeepseekMLAForwardMixin"),
+    _prepare("forward_normal_prepare", "forward_mha", "DeepseekMHAForwardMixin"),
+)
+
+
+def _both(fusion: str, **more: Any) -> Seam:
+    return Seam(fusion=fusion, hook=_CALLERS[0], callers=_CALLERS, plain=_latent, **more)
+
+
 SEAMS = (
     *_stream("RMSNorm", _plain),
     *_stream("GemmaRMSNorm", _alone),
     *_gated("RMSNorm", "layernorm_gated", "z"),
     *_gated("FusedRMSNormGated", "fused_norm_gate", "g"),
+    _both(LATENTS),
+    *(_both(f"{LATENTS}_{scheme}_quant", consumer=LINEARS) for scheme in SCHEMES),
     *_with_quantised((PRODUCT,), "SiluAndMul", _ACTIVATIONS, "forward_native", ("self", "x"), plain=_alone),
 )
 """Every place. The fused op of a site is that of the plan; a norm is the site's own module, and a product is in the MLP."""

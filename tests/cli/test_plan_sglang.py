@@ -13,7 +13,13 @@ from layerfuse.engines.sglang.facts import engine_of
 from layerfuse.engines.sglang.seams import SEAMS
 from layerfuse.fusion import FusionConfig, Target, plan
 
-ADD, GROUP, DUAL = "add_rms_norm", "add_rms_norm_group_quant", "mla_dual_rms_norm"
+ADD, GROUP = "add_rms_norm", "add_rms_norm_group_quant"
+INSIDE = {
+    "latents": "mla_dual_rms_norm_group_quant",
+    "activation": "silu_mul_group_quant",
+    "linear": "few_token_linear_group_quant",
+}
+REDUCED = "all_reduce_add_rms_norm"
 HERE = ["plan", "deepseek-v3", "--engine", "sglang", "--target", "sm90"]
 RUNNER = "class ModelRunner:\n    def load_model(self): ...\n"
 NORMS = """
@@ -25,9 +31,9 @@ class GemmaRMSNorm:
 LINEARS = "class Fp8LinearMethod:\n    def apply(self, layer, x, bias=None): ...\n"
 
 
-def decisions(run):
+def decisions(run, *more):
     """(role, fusion) -> decision and reason, of the first kind of layers that has it."""
-    kinds = json.loads(run(*HERE, "--json").out)["kinds"]
+    kinds = json.loads(run(*HERE, *more, "--json").out)["kinds"]
     rows = [(role, each) for kind in kinds for role, several in kind["sites"].items() for each in several]
     return {(role, each["fusion"]): (each["decision"], each["reason"]) for role, each in reversed(rows)}
 
@@ -41,12 +47,13 @@ def test_nothing_is_on_where_nothing_was_measured(run, monkeypatch):
 
 
 def test_what_is_asked_for_stands_where_there_is_a_place_for_it(run, monkeypatch):
-    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD},{GROUP},{DUAL}")
-    found = decisions(run)
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join((ADD, GROUP, REDUCED, *INSIDE.values())))
+    found = decisions(run, "--tp", "8")
     assert found["post_attention", GROUP][0] == found["final", ADD][0] == "expected"
     assert found["post_attention", ADD][0] == "fallback"
     none = "SGLang compiles no model, and layerfuse knows no place for it in SGLang's code yet"
-    assert found["latents", DUAL] == ("refused", none)
+    assert {found[place][0] for place in INSIDE.items()} == {"expected"}
+    assert found["final", REDUCED] == ("refused", none)
     assert "fused ops can stand in its modules only" in " ".join(run(*HERE).out.split())
 
 

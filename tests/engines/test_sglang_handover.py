@@ -198,6 +198,88 @@ def test_the_product_of_an_mlp_quantises_for_the_linear_behind_it(
         torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
 
 
+def latents(self: Any, ids: Tensor, *_: Any) -> Tensor:
+    """MLA's norms of the query's and the key's latents, as SGLang calls them, and the linear behind the first."""
+    found = []
+    for seed, layer in enumerate(self.model.layers):
+        mla, generator = layer.self_attn, torch.Generator().manual_seed(seed)
+        both = torch.randn(len(ids), 128 + 128 + 64, generator=generator).bfloat16()
+        q, latent_cache = both.split([128, 128 + 64], dim=-1)
+        normed = mla.q_a_layernorm(q)
+        between = mla.q_b_proj(normed)[0] if seed else None  # in prefill
+        key = mla.kv_a_layernorm(latent_cache[..., :128])
+        found += [mla.q_b_proj(normed)[0] if between is None else between, key]
+    return torch.cat(found, -1)
+
+
+@pytest.mark.parametrize("form", ["", "_group_quant"])
+def test_both_norms_of_mlas_latents_are_one_call_and_hand_over(
+    form: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"mla_dual_rms_norm{form}"
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", name)
+    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
+    model, own, done = deepseek(), deepseek(), []
+    with mock.patch.object(type(model), "forward", latents), torch.inference_mode():
+        compiled = compiled_module_of(runner_of(model), plugin.options_here())
+        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
+        model.forward(torch.arange(3))
+        assert done[0].counted == Counter({f"{name}_with_norm" if form else name: 2})
+        assert not done[0].report().of(name).missed
+        kernels.quantised = 0
+        found = model.forward(torch.arange(5))
+        assert kernels.quantised == (0 if form else 2)
+        torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
+
+
+def test_norms_of_latents_that_do_not_lie_side_by_side_are_sglangs(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_dual_rms_norm")
+    model, own, done = deepseek(), deepseek(), []
+
+    def apart(self: Any, ids: Tensor, *_: Any) -> Tensor:
+        mla, (x, y) = (
+            self.model.layers[0].self_attn,
+            torch.randn(2, len(ids), 128, generator=torch.Generator().manual_seed(1)).bfloat16(),
+        )
+        both = torch.cat([x, y, x], -1)
+        # A copy of the key's latent; the query's alone, and the key's where it was; the query's in the last columns of its tensor.
+        found = [mla.q_a_layernorm(both[:, :128]), mla.kv_a_layernorm(both[:, 128:256].clone())]
+        found += [mla.q_a_layernorm(x), mla.kv_a_layernorm(both[:, 128:256])]
+        found += [mla.q_a_layernorm(both[:, 256:]), mla.kv_a_layernorm(y)]
+        return torch.cat(found, -1)
+
+    with mock.patch.object(type(model), "forward", apart), torch.inference_mode():
+        compiled = compiled_module_of(runner_of(model), plugin.options_here())
+        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
+        torch.testing.assert_close(model.forward(torch.arange(4)), own.forward(torch.arange(4)), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(model.forward(torch.arange(1)), own.forward(torch.arange(1)), rtol=2e-2, atol=2e-2)
+    missed = done[0].report().of("mla_dual_rms_norm").missed
+    assert missed["model.layers.0.self_attn:latents"].endswith("on tensors that do not lie side by side")
+    assert "did not call" in missed["model.layers.1.self_attn:latents"]
+
+
+@pytest.mark.parametrize("method", ["forward_absorb_prepare", "forward_normal_prepare"])
+def test_norms_of_latents_whose_caller_is_anothers_are_left(
+    method: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_dual_rms_norm")
+
+    def theirs(self: Any, positions: Any, hidden_states: Any, forward_batch: Any, zero_allocator: Any, *_: Any) -> Any:
+        raise NotImplementedError
+
+    model, done = deepseek(), []
+    with mock.patch.object(type(model), "forward", latents), torch.inference_mode():
+        with mock.patch.object(type(model.model.layers[0].self_attn), method, theirs):
+            compiled = compiled_module_of(runner_of(model), plugin.options_here())
+            at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
+        model.forward(torch.arange(3))
+    missed = done[0].report().of("mla_dual_rms_norm").missed
+    assert len(missed) == 2
+    assert all("is not SGLang's own: it is from test_sglang_handover" in why for why in missed.values())
+
+
 QWEN = {
     **published_config("qwen3-next-80b-a3b"), "hidden_size": 256, "num_hidden_layers": 1, "num_experts": 2, "num_experts_per_tok": 1,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "vocab_size": 64,
