@@ -84,10 +84,11 @@ def _unfound(options: Options, compiled: CompiledModule) -> dict[str, str]:
 def _linears_left(runner: Any, specs: list[tuple[str, AnySpec]]) -> Iterator[tuple[str, str]]:
     """Path of a linear -> why its product stays SGLang's with few tokens too, as a sentence."""
     why_none = products.why_not(runner.server_args)
+    known: dict[str, str | None] = {}
     for site in linear_sites(specs, {}, mixtures_of(specs)):
         if site.linear is not None and site.quant is not None:
             path = join(site.layer, site.linear.path)
-            why = why_none or products.why_not_by(runner.model.get_submodule(path), site.quant)
+            why = why_none or products.why_not_by(runner.model.get_submodule(path), site.quant, known)
             if why is not None:
                 yield path, why
 

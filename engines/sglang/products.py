@@ -137,8 +137,8 @@ def why_not(arguments: Any) -> str | None:
     return None
 
 
-def why_not_by(linear: Any, quant: ActivationQuant) -> str | None:
-    """Why a linear that quantises what it reads cannot be, as a sentence, or None."""
+def why_not_by(linear: Any, quant: ActivationQuant, known: dict[str, str | None]) -> str | None:
+    """Why a linear that quantises what it reads cannot be, as a sentence, or None. `known`: the same of SGLang's functions, as they are looked at."""
     method: Any = linear.quant_method
     if (type(method).__module__, type(method).__qualname__) != METHOD or not method.block_quant:
         return f"no product of {type(method).__qualname__} is known here"
@@ -152,6 +152,12 @@ def why_not_by(linear: Any, quant: ActivationQuant) -> str | None:
         return "its weight is not in e4m3fn with float32 scales of 128 x 128, row by row"
     if linear._parameters.get("bias") is not None:
         return "it has a bias"
+    if name not in known:
+        known[name] = _why_not_own(name)
+    return known[name]
+
+
+def _why_not_own(name: str) -> str | None:
     try:
         check(OWN[name], sys.modules[MODULE])
         native_function(MODULE, name)

@@ -16,7 +16,7 @@ pytest.importorskip("sglang_layers")
 import torch
 from sglang.srt.layers.quantization import fp8_utils
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
-from test_sglang_handover import ADD, NORM, Kernels, kernels, llama, products  # noqa: F401 (`kernels` is a fixture)
+from test_sglang_handover import ADD, NORM, Kernels, deepseek, kernels, latents, llama, mlps, products  # noqa: F401 (`kernels` is a fixture)
 from test_sglang_plugin import fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
 from torch import Tensor, nn
 
@@ -113,6 +113,34 @@ def test_a_first_run_of_many_tokens_counts_the_linears(kernels: Kernels) -> None
         assert compiled.counted is not None
         assert compiled.counted[LINEAR] == 4
         torch.testing.assert_close(found, own.forward(torch.arange(MOST + 1)), rtol=0, atol=0)
+
+
+INNER = ("silu_mul_group_quant", "mla_dual_rms_norm_group_quant")
+
+
+def inner(self: Any, ids: Tensor, *more: Any) -> Tensor:
+    return torch.cat([mlps(self, ids, *more), latents(self, ids, *more)], -1)
+
+
+def test_what_mlps_and_latents_have_quantised_is_multiplied_too(
+    kernels: Kernels,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a dense layer, and in one with shared experts."""
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join((BLOCKS, *INNER)))
+    model, own = deepseek(), deepseek()
+    with mock.patch.object(type(model), "forward", inner), torch.inference_mode():
+        compiled = put_in(model)
+        model.forward(torch.arange(3))
+        mixed = [f"model.layers.1.mlp.shared_experts.{path}:linear" for path in ("gate_up_proj", "down_proj")]
+        assert {*mixed} < {each.site for each in compiled.plan.expected(BLOCKS)}
+        assert len(compiled.plan.expected(BLOCKS)) == 10
+        found, linears, quantised = ran(model, kernels, 5)
+        assert (linears, quantised) == (Counter({LINEAR: 2, BLOCK_LINEAR: 4}), 0)
+        torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
+        report = rank_report_of(compiled, 0)
+        assert {name: len(sites) for name, sites in report.fused.items()} == {BLOCKS: 6, INNER[0]: 2, INNER[1]: 2}
+        assert not report.problems
 
 
 def test_what_others_ask_of_the_function_is_what_it_was(kernels: Kernels) -> None:  # noqa: F811
