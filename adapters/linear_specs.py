@@ -111,6 +111,12 @@ def weight_spec(dtype: str, scheme: str, block: tuple[int, int] | None) -> Weigh
     return WeightSpec(dtype=dtype, scheme=scheme, block=block)
 
 
+PLAIN = weight_spec("bfloat16", "plain", None)
+"""What linears that are not quantised hold."""
+NOT_QUANTISED = "they are not quantised in the published checkpoint"
+"""What a published checkpoint says of linears whose weights are plain, too: in the place of a quantisation."""
+
+
 @lru_cache(maxsize=16384)
 def linear_spec(
     path: str,

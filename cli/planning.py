@@ -15,9 +15,10 @@ from ..fusion.config import FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
 from ..fusion.planning import ANY
 from ..fusion.sites import QK, ROLES
+from ..fusion.steps.linear import HELD
 from .console import prose_width, require_writable, show, write_text
 from .kinds import kinds_of, mixtures_of, ranges, rows_of, spec_dict
-from .summary import Footnotes, possible, show_summary, summed, with_tokens
+from .summary import Footnotes, is_open, possible, show_summary, summed, with_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -217,6 +218,7 @@ def plan_data(
             *_of_release(engine, engine_version),
             *_uncompiled(around),
             *_linears(decided),
+            *_held(decided),
             *modules,
         ],
         "published": [str(kind) for kind in entry.quant.values()] if published else [],
@@ -273,6 +275,12 @@ def _of_release(engine: str | None, release: str | None) -> list[str]:
 
     said = about_release(release)
     return [] if said is None else [said]
+
+
+def _held(decided: Plan) -> list[str]:
+    if all(each.reason != HELD for each in decided.decisions):
+        return []
+    return [f"Nothing says how the linears of this model hold their weights: --quant {NO_QUANT} plans for 16 bits."]
 
 
 _BLOCKS = (128, 128)
@@ -354,7 +362,8 @@ def _show_kind(kind: Mapping[str, Any], done: Collection[str], notes: Footnotes,
         grid.add_row(f"  {label}", value)
     for role, decisions in kind["sites"].items():
         for label, decision in _listed(decisions, done):
-            verdict = (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
+            open_ = decision["decision"] in ("refused", "not_applicable") and is_open(decision["reason"])
+            verdict = ("depends", "cyan") if open_ else (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
             # Ranges of tokens are of the same sites: those that start at one token count each site once.
             total = sum(
                 other["sites"]
@@ -418,7 +427,7 @@ def config_for(quant: Sequence[str], engine: str | None = None) -> FusionConfig:
         config = Options().config()
     else:
         config = FusionConfig.from_environment()
-    if not quant or list(quant) == [NO_QUANT]:
+    if not quant:
         return config
     declared: dict[str, ActivationQuant | None] = {}
     everywhere = [words for words in quant if "=" not in words]
@@ -427,7 +436,9 @@ def config_for(quant: Sequence[str], engine: str | None = None) -> FusionConfig:
             f"--quant {everywhere[0]} and --quant {everywhere[1]} are both of all roles: give one of them, and others as ROLE=HOW, as "
             f"--quant {everywhere[0]} --quant latents={everywhere[1]}"
         )
-    if everywhere and everywhere[0] != NO_QUANT:
+    if everywhere and everywhere[0] == NO_QUANT:
+        declared = {role: None for role in ROLES if role != QK}
+    elif everywhere:
         declared = dict(FusionConfig(quant=_quant_of(everywhere[0], everywhere[0])).quant)
     for words in quant:
         role, equals, how = words.partition("=")
@@ -438,7 +449,8 @@ def config_for(quant: Sequence[str], engine: str | None = None) -> FusionConfig:
                     f"--quant {cut(words)}: no role is called {shown(role)}{did_you_mean(role, roles) or '.'} Known: {', '.join(roles)}."
                 )
             declared[role.strip()] = None if how.strip() == NO_QUANT else _quant_of(how, words)
-    return attrs.evolve(config, quant=declared, level=0 if config.level == 0 else 2)
+    quantised = any(each is not None for each in declared.values())
+    return attrs.evolve(config, quant=declared, level=2 if quantised and config.level != 0 else config.level)
 
 
 def _quant_of(how: str, words: str) -> ActivationQuant:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..fusion.planning import ANY
+from ..fusion.planning import ANY, UNKNOWN
 from .console import prose_width, show
 
 if TYPE_CHECKING:
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from ..fusion import Decision, Plan
 
 ANSWERS = {"yes": "green", "no": "red", "depends": "cyan"}
-
-UNKNOWN = "not known:"
-"""How a reason begins that says what a plan does not know of a site."""
 
 
 def possible(decisions: Iterable[Mapping[str, Any]], done: Collection[str]) -> set[str]:
@@ -51,19 +48,27 @@ def summed(plan: Plan, kinds: Iterable[Mapping[str, Any]], done: Collection[str]
                 found.setdefault(decision.fusion, []).append(decision)
         for name, decisions in (found or {f"any at {site.role}": list(plan.at(site.name))[:1]}).items():
             row = rows.setdefault(name, {})
-            sites, reasons = row.get(answer := _answer(decisions), (0, []))
+            sites, reasons = row.get(answer := _answer(decisions, site.linear is not None), (0, []))
             more = [with_tokens(d.reason, str(d.tokens)) for d in decisions]
             row[answer] = sites + 1, list(dict.fromkeys([*reasons, *more]))
     order = sorted(rows.items(), key=lambda row: "yes" not in row[1])
     return [{"fusion": name, **row} for name, row in order]
 
 
-def _answer(decisions: Sequence[Decision]) -> str:
-    """Depends: on how many tokens there are, on what else is taken, or on what a plan cannot know."""
-    kinds = {d.kind for d in decisions}
+def _answer(decisions: Sequence[Decision], few: bool) -> str:
+    """Depends: on how many tokens there are, on what else is taken, or on what a plan cannot know.
+
+    `few`: the site is a linear, whose product is by design the engine's from so many tokens on. What is expected up to there is a yes.
+    """
+    kinds = {d.kind for d in decisions} - ({"not_applicable"} if few and decisions[0].applies else set())
     if kinds == {"expected"}:
         return "yes"
-    return "depends" if kinds & {"expected", "fallback"} or any("not known" in d.reason for d in decisions) else "no"
+    return "depends" if kinds & {"expected", "fallback"} or any(is_open(d.reason) for d in decisions) else "no"
+
+
+def is_open(reason: str) -> bool:
+    """Whether a reason says that something is not known."""
+    return "not known" in reason
 
 
 class Footnotes:

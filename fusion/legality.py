@@ -15,14 +15,16 @@ from .steps import SINKS, SOURCES, At, Legality, Step
 from .target import Target
 
 
-def legality(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None) -> Legality:
-    """Whether a site has the steps of a fusion's chain, and the target takes them. Switches are not looked at."""
+def legality(
+    fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None, declared: bool = False
+) -> Legality:
+    """Whether a site has the steps of a fusion's chain, and the target takes them. Switches are not looked at; `declared`: as `At.declared`."""
     if site.absent is not None:
         return Legality("not_applicable", site.absent)
     if site.unknown is not None and site.linear is None:
         return Legality("refused", site.unknown)
     try:
-        found = _asked_of_steps(fusion, site, target, quant)
+        found = _asked_of_steps(fusion, site, target, quant, declared)
         kept = found.kind == "expected" and site.unknown is not None
         return Legality("refused", site.unknown or "") if kept else found
     except FOREIGN as error:
@@ -31,8 +33,10 @@ def legality(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant 
         return Legality("refused", f"a step of {fusion.owner} raised {said(error)}")
 
 
-def _asked_of_steps(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None) -> Legality:
-    asked = list(_asked(fusion, site, target, quant))
+def _asked_of_steps(
+    fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None, declared: bool
+) -> Legality:
+    asked = list(_asked(fusion, site, target, quant, declared))
     # What stands nearest to the middle is asked first: without an add there is nothing to reduce for.
     sources = [each for each in asked if each[0].stage == SOURCES]
     for step, at in (*reversed(sources), *asked[len(sources) :]):
@@ -47,9 +51,11 @@ def _asked_of_steps(fusion: Fusion, site: Site, target: Target, quant: Activatio
     return Legality("expected", f"{what} one launch on {target}{sinks}")
 
 
-def _asked(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None) -> Iterator[tuple[Step, At]]:
+def _asked(
+    fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None, declared: bool
+) -> Iterator[tuple[Step, At]]:
     """The steps of a chain, each with what it is asked about."""
     norms = iter(site.norms)
     for i, step in enumerate(fusion.chain):
         norm = next(norms) if step.is_norm else None
-        yield step, At(site=site, target=target, quant=quant, norm=norm, first=i == 0)
+        yield step, At(site=site, target=target, quant=quant, declared=declared, norm=norm, first=i == 0)

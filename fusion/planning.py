@@ -355,6 +355,9 @@ def _label(spec: AnySpec) -> str:
     return "final norm" if isinstance(spec, FinalNormSpec) else name
 
 
+UNKNOWN = "not known:"
+"""How a reason begins that says what a plan does not know of a site."""
+
 ROUTED_ALONE = "routed experts alone read the norm, which take it as it is and quantise inside of their own kernels; no fusion stands in front of those"
 """Why no quantised fusion stands in front of a mixture without shared experts, where no engine says how it runs them."""
 
@@ -459,11 +462,13 @@ class _Decider:
         return None if fusion.limit is None else fusion.limit(site, self._target, self._engine)
 
     def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Legality:
-        found = legality(fusion, site, self._target, quant)
+        found = legality(fusion, site, self._target, quant, site.role in dict(self._config.quant))
         unread = None if fusion.format is None else self._why_not_read(site, quant)
         if unread is not None and found.kind != "not_applicable":
             return Legality("not_applicable", unread)
-        if found.kind != "expected":
+        # What is not known of a site is of no account where the fusion is off, or has no place.
+        unknown = found if found.kind == "refused" and found.reason.startswith(UNKNOWN) else None
+        if found.kind != "expected" and unknown is None:
             return found
         engine, switched = self._engine, fusion.name in dict(self._config.switches)
         measured = (
@@ -494,7 +499,7 @@ class _Decider:
         reason = refusal or off
         if reason is not None:
             return Legality("refused", reason)
-        return (
+        return unknown or (
             found
             if measured is None
             else Legality("expected", f"{found.reason}; measured {measured.figure(fusion.name)}")

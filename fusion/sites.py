@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import zip_longest
+from typing import TypeAlias
 
 import attrs
 from attrs import field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
+from ..adapters.linear_specs import NOT_QUANTISED, PLAIN
 from ..adapters.specs import (
     AnySpec,
     ExpertsSpec,
@@ -380,37 +382,67 @@ def _linears_of(spec: AnySpec) -> tuple[LinearSpec, ...]:
     return spec.feeds if isinstance(spec, MLPSpec) else ()
 
 
-_MERGED: dict[type[AnySpec], tuple[str, ...]] = {
-    MLASpec: ("fused_qkv_a_proj", "q_b_proj", "o_proj"),
-    GQASpec: ("qkv_proj", "o_proj"),
-    MLPSpec: ("gate_up_proj", "down_proj"),
-}
-"""The linears of a declared layer as engines merge and call them. Those of delta nets and Mamba-2 are not known."""
+def _merged(spec: AnySpec, gates: bool) -> Iterator[tuple[str, Side, Side]]:
+    """The linears of a declared layer as engines merge and call them, each with what it reads and gives. Those of delta nets and Mamba-2 are not known.
+
+    `gates`: whether its attention may have an output gate, which no spec says and which makes the first linear wider.
+    """
+    if isinstance(spec, MLASpec):
+        width, heads, local = spec.hidden_size, spec.num_heads, spec.num_local_heads
+        queries = heads * spec.qk_head_dim, local * spec.qk_head_dim
+        if spec.q_lora_rank is None:
+            yield "q_proj", (width, width), queries
+            yield "kv_a_proj_with_mqa", (width, width), (spec.latent_width, spec.latent_width)
+        else:
+            latents = spec.q_lora_rank + spec.latent_width
+            yield "fused_qkv_a_proj", (width, width), (latents, latents)
+            yield "q_b_proj", (spec.q_lora_rank, spec.q_lora_rank), queries
+        yield "o_proj", (heads * spec.v_head_dim, local * spec.v_head_dim), (width, width)
+    elif isinstance(spec, GQASpec):
+        width = spec.hidden_size
+        each = (0 if spec.values_are_keys else spec.v_head_dim) + spec.head_dim
+        keys = (0, 0) if spec.shares_kv else (spec.num_kv_heads * each, spec.num_local_kv_heads * each)
+        given = spec.num_heads * spec.head_dim + keys[0], spec.num_local_heads * spec.head_dim + keys[1]
+        yield "qkv_proj", (width, width), (None, None) if gates else given
+        yield "o_proj", (spec.num_heads * spec.v_head_dim, spec.num_local_heads * spec.v_head_dim), (width, width)
+    elif isinstance(spec, MLPSpec):
+        width, inner, local = spec.hidden_size, spec.intermediate_size, spec.local_intermediate_size
+        first, several = ("gate_up_proj", 2) if isinstance(spec, GatedMLPSpec) else ("up_proj", 1)
+        yield first, (width, width), (several * inner, several * local)
+        yield "down_proj", (inner, local), (width, width)
+
+
+Side: TypeAlias = tuple[int | None, int | None]
+"""Features on one side of a linear: the model's, and this rank's."""
 
 
 def _declared(placed: Iterable[tuple[str, AnySpec]]) -> Iterator[tuple[str, AnySpec, tuple[LinearSpec, ...]]]:
     """The linears of layers that nobody has built: what they quantise, the checkpoint says of what reads the norms and the products."""
+    placed = tuple(placed)
     norms = {spec.layer_index: spec.input_norm for _, spec in placed if isinstance(spec, ResidualSpec)}
+    # The attention beside Qwen's delta nets has a gate.
+    gates = any(isinstance(spec, GatedDeltaNetSpec) for _, spec in placed)
     for layer, spec in placed:
-        names = next((names for kind, names in _MERGED.items() if isinstance(spec, kind)), ())
         # A second attention of a layer counts on.
         reads = spec if isinstance(spec, MLPSpec) else norms.get(spec.layer_index, next(iter(norms.values()), None))
         said = None if reads is None else reads.quant or reads.unquantised
-        yield layer, spec, tuple([_unread(name, said) for name in names])
+        yield layer, spec, tuple([_unread(*linear, said) for linear in _merged(spec, gates)])
 
 
 @cache
-def _unread(path: str, activation: ActivationQuant | str | None) -> LinearSpec:
+def _unread(path: str, reads: Side, gives: Side, activation: ActivationQuant | str | None) -> LinearSpec:
+    whole = activation == NOT_QUANTISED
+    column, row = gives[0] != gives[1], reads[0] != reads[1]
     return LinearSpec(
         path=path,
-        in_features=None,
-        local_in_features=None,
-        out_features=None,
-        local_out_features=None,
+        in_features=reads[0],
+        local_in_features=reads[1],
+        out_features=gives[0],
+        local_out_features=gives[1],
         local_outputs=(),
-        style=None,
-        weight=None,
-        activation=activation,
+        style="column" if column else "row" if row else None,
+        weight=PLAIN if whole else None,
+        activation=None if whole else activation,
         takes_quantised=False,
         shares_input=(),
     )

@@ -10,6 +10,7 @@ from attrs import frozen
 
 from ..adapters.activation_quant import ActivationQuant
 from ..adapters.errors import LayerfuseError, SpecError, shown
+from ..adapters.linear_specs import NOT_QUANTISED
 from ..adapters.specs import (
     ExpertsSpec,
     FinalNormSpec,
@@ -114,8 +115,8 @@ class Published:
         if kind is not None and kind.quant is not None:
             return attrs.evolve(part, quant=kind.quant)
         if kind is None:
-            how = "they are not quantised"
-        elif kind.activation in ELSEWHERE:
+            return attrs.evolve(part, unquantised=NOT_QUANTISED)
+        if kind.activation in ELSEWHERE:
             how = f"they quantise what they read to {ELSEWHERE[kind.activation]}"
         else:
             how = f"their weights are {kind.weight}, and they take what they read as it is,"

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from ..rewrite.binding import Binding
 
 
+HELD = "not known: how it holds its weight"
+"""Of a linear that nothing was said of."""
+
+
 @frozen(kw_only=True)
 class Linear(Step):
     """The product with a linear's weight, and the quantisation of what it reads where no chain in front has done that."""
@@ -54,16 +58,24 @@ class Linear(Step):
         assert linear is not None, "a site of this role has one"
         if linear.weight is not None and linear.weight not in self.weights:
             return Legality("not_applicable", f"its weight is {_words(linear.weight)}")
-        if linear.weight is None and not self.schemes and at.quant is None:
-            return Legality("refused", "not known: how it holds its weight")
+        unsaid = linear.weight is None and linear.activation is None and at.quant is None
+        if unsaid and not at.declared and not self.schemes:
+            return Legality("refused", HELD)
         problem = self._why_no_quant(linear, at)
         if problem is not None:
             return Legality("not_applicable", problem)
         depth, columns = linear.local_in_features, linear.local_out_features
-        if self.fewer is not None and depth is not None and columns is not None and depth * columns >= self.fewer:
+        if self.fewer is None:
+            return None
+        if depth is None or columns is None:
+            why = (
+                f"not known: how large its weight is; from {self.fewer} numbers on the engine's own product is as fast"
+            )
+        elif depth * columns >= self.fewer:
             why = f"its weight is {columns} x {depth}, and from {self.fewer} numbers on the engine's own product is as fast"
-            return Legality("refused", why)
-        return None
+        else:
+            return None
+        return Legality("refused", why)
 
     def _why_no_quant(self, linear: LinearSpec, at: At) -> str | None:
         quant = at.quant

@@ -98,6 +98,8 @@ class Quant(Step):
     def why_not(self, at: At) -> Legality | None:
         site, quant = at.site, at.quant
         readers = f"the linears that read the {site.role} site"
+        if quant is None and at.declared:
+            return Legality("not_applicable", f"{readers} do not quantise what they read, as was said")
         if quant is None and site.unquantised is not None:
             counted = "" if site.quantising is None else f" ({site.quantising})"
             why = f"agree on no quantisation that a fusion knows{counted}: {site.unquantised}"

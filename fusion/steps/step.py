@@ -55,6 +55,8 @@ class At:
     target: Target
     quant: ActivationQuant | None
     "How what reads the site quantises it."
+    declared: bool = False
+    "Whether that was said, so that None says that it does not."
     norm: NormSpec | None = None
     "The one of the site's that stands for the step, if it is a norm."
     first: bool = True

@@ -1,17 +1,22 @@
 """What `layerfuse plan --engine vllm` says beforehand, without vLLM: what vLLM fuses itself, where, and what takes its place."""
 
 import json
+import re
 from collections import Counter
 
+import attrs
 import pytest
 import torch
 
 from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
+from layerfuse.cli.planning import config_for, plan_data
 from layerfuse.engines.vllm.native_fusions import NEEDS_FLASHINFER, Place, by_passes
 from layerfuse.engines.vllm.releases import BLOCKS_INSIDE
 from layerfuse.fusion import Engine, FusionConfig, Target, plan
 from layerfuse.fusion.policy import shipped
+from layerfuse.registry.published import LINEARS as EVERY
+from layerfuse.registry.published import QuantKind
 
 
 def decisions(run, *arguments):
@@ -471,3 +476,93 @@ def test_what_stands_in_vllm_alone_is_said_to(run, monkeypatch):
         assert answer.code == 2
         assert f"mla_decode is not known here: {hint}" in answer.err
     assert run("plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90").code == 0
+
+
+ROWS, PLAIN = "few_token_linear_row_quant", "few_token_linear"
+
+
+def row_of(name, *asked):
+    """The answers of a fusion's row, as sites by answer, and the reasons of each."""
+    named, tp, *quant = asked
+    entry = registry.model(named)
+    data = plan_data(
+        entry,
+        tp=tp,
+        rank=0,
+        target="sm90",
+        engine="vllm",
+        config=config_for(quant, "vllm"),
+        published=bool(entry.quant) and not quant,
+    )
+    (row,) = [each for each in data["fusions"] if each["fusion"] == name]
+    return {answer: (row[answer][0], " ".join(row[answer][1])) for answer in row if answer != "fusion"}
+
+
+def test_weights_so_large_that_another_product_is_as_fast_are_a_no(monkeypatch):
+    """Of Llama-3.3-70B at TP 4 gate and up are 14336 x 8192 and down 8192 x 7168; query, key and value 2560 x 8192."""
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"+{ROWS}")
+    found = row_of(ROWS, "llama-3.3-70b", 4, "per_token")
+    assert {answer: sites for answer, (sites, _) in found.items()} == {"yes": 160, "no": 160}
+    assert "its weight is 14336 x 8192" in found["no"][1] and "its weight is 8192 x 7168" in found["no"][1]
+    assert "up to 16 tokens" in found["yes"][1] and "from 17 tokens" in found["yes"][1]
+    # Beside delta nets an attention may have a gate, and no spec says so.
+    found = row_of(ROWS, "qwen3.5-27b", 1, "per_token")
+    assert "not known: how large its weight is" in found["depends"][1] and found["depends"][0] == 16
+
+
+@pytest.mark.parametrize(
+    ("fusions", "asked", "expected"),
+    [
+        ("", ("llama-3.3-70b", 1, "none"), {"no": (320, "a decode step took longer")}),
+        ("", ("llama-3.3-70b", 1), {"no": (320, "a decode step took longer")}),
+        ("", ("kimi-k2.5", 8), {"no": (305, "a decode step took longer")}),
+        ("", ("kimi-linear", 1), {"no": (75, "at module level")}),
+        (f"+{PLAIN}", ("kimi-linear", 1), {"no": (75, "at module level")}),
+        (f"+{PLAIN}", ("llama-3.3-70b", 1), {"depends": (320, "not known: how it holds its weight")}),
+        (f"+{PLAIN}", ("llama-3.3-70b", 1, "none"), {"yes": (320, "up to 16 tokens")}),
+        (f"+{PLAIN}", ("kimi-k2.5", 8), {"yes": (185, "up to 16 tokens"), "no": (120, "experts")}),
+    ],
+)
+def test_linears_of_16_bits_are_off_unless_named(monkeypatch, fusions, asked, expected):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", fusions)
+    found = row_of(PLAIN, *asked)
+    assert {answer: sites for answer, (sites, _) in found.items()} == {answer: n for answer, (n, _) in expected.items()}
+    assert all(why in found[answer][1] for answer, (_, why) in expected.items())
+
+
+def test_linears_of_fewer_bits_are_none_of_those(monkeypatch):
+    """The checkpoint of an entry whose linears are in int4, and take what they read as it is."""
+    kind = QuantKind(
+        linears=[*EVERY], weight="int4", scheme="group", block=[1, 128], activation="none", source="a test"
+    )
+    entry = attrs.evolve(registry.model("llama-3.3-70b"), quant={"packed": kind})
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"+{PLAIN}")
+    data = plan_data(entry, tp=1, rank=0, target="sm90", engine="vllm", config=config_for((), "vllm"), published=True)
+    rows = {row["fusion"]: row for row in data["fusions"]}
+    sites, (reason,) = rows["any at linear"]["no"]
+    assert PLAIN not in rows and sites == 320 and reason.startswith("their weights are int4")
+
+
+def test_what_is_not_known_is_one_word_in_both_tables(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"+{PLAIN}")
+    out = run("plan", "qwen3-4b", "--engine", "vllm", "--target", "sm90", "-v").out
+    assert re.search(rf"^{PLAIN} +144 +144 \[(\d)\]$", out, re.MULTILINE)
+    assert re.search(rf"linear: {PLAIN} +depends \[", out) and re.search(r"activation: any fusion +depends \[", out)
+    assert "--quant none plans for 16 bits" in out
+
+
+def test_linears_said_not_to_quantise_are_a_no_to_every_quantised_form(run):
+    out = run("plan", "llama-3.3-70b", "--engine", "vllm", "--target", "sm90", "--quant", "none", "-v").out
+    assert "not known" not in out and "depends [" not in out
+    assert "the linears that read the activation site do not quantise what they read" in out
+    # Of the roles that are not named, the published checkpoint says it.
+    latents = run("plan", "deepseek-v3", "--target", "sm90", "--quant", "latents=none").out
+    assert "the linears that read the latents site do not quantise" not in latents
+    latents = json.loads(run("plan", "deepseek-v3", "--target", "sm90", "--quant", "latents=none", "--json").out)
+    reasons = {
+        row["reason"]
+        for kind in latents["kinds"]
+        for row in kind["sites"].get("latents", ())
+        if "quant" in row["fusion"]
+    }
+    assert reasons == {"the linears that read the latents site do not quantise what they read, as was said"}
