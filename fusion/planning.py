@@ -499,8 +499,7 @@ class _Decider:
         reason = refusal or off
         if reason is not None:
             return Legality("refused", reason)
-        return unknown or (
-            found
-            if measured is None
-            else Legality("expected", f"{found.reason}; measured {measured.figure(fusion.name)}")
-        )
+        if unknown is not None or measured is None:
+            return unknown or found
+        there = "" if measured.is_of(self._is_mixed(site), self._is_foreign) else "on another model: "
+        return Legality("expected", f"{found.reason}; measured {there}{measured.figure(fusion.name)}")

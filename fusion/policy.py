@@ -92,6 +92,8 @@ class Measurement:
     stage: str
     arm: str
     "Of the file."
+    against: str | None = None
+    "The arm of the file that it is compared with, whose fusions were on in both; None: the engine as it is."
     linears: str | None = None
     "Whose kernel the quantised linears were."
     ranks: int = 1
@@ -127,7 +129,8 @@ class Measurement:
     def figure(self, fusion: str) -> str:
         """The measurement as plans and docs say it."""
         ratios = _listed([f"{cell[0]:.2f}" if self.faster else f"{cell[0]:.3f}" for cell in self.decode.values()])
-        step = f"{ratios} times faster per decode step at batch {_listed(list(self.decode))}"
+        beside = "" if self.against is None else ", beside what is on by default"
+        step = f"{ratios} times faster per decode step at batch {_listed(list(self.decode))}{beside}"
         if not self.faster:
             because = "" if self.why is None else f"{self.why}: "
             slower = min(cell[1] for cell in self.decode.values()) < NO_SLOWER
@@ -147,6 +150,10 @@ class Measurement:
         inside = [] if not self.inside else ["where linears quantise inside of their op"]
         eager = [] if self.compiled else ["where nothing is compiled"]
         return ", ".join([self.arch, *quant, *inside, *ranks, *unless, *eager])
+
+    def is_of(self, mixture: bool, foreign: Callable[[str], bool]) -> bool:
+        """Whether it is of layers like these, a `mixture` or not, in a model that has a site for each of its fusions."""
+        return self.mixtures in (None, mixture) and not any(map(foreign, self.fusions))
 
     def holds(self, target: Target, site: Site, quant: ActivationQuant | None) -> bool:
         """Whether a site is one that the measurement speaks of."""
@@ -191,8 +198,8 @@ class Policy:
     ) -> Measurement | None:
         """The measurement that turns a fusion on in an engine at such a site, or None.
 
-        Of several it is the one with the fewest fusions that are `foreign` to the model, as it has no site for them; of these one of layers
-        like this one, a `mixture` or not; of these the first.
+        Of several it is not one of layers of another kind, a `mixture` or not, if it can be helped; of these it is the one with the fewest
+        fusions that are `foreign` to the model, as it has no site for them; of these one of layers of this kind alone; of these the first.
         """
         there = (
             each
@@ -204,7 +211,13 @@ class Policy:
             and each.holds(target, site, quant)
         )
         return min(
-            there, key=lambda each: (sum(map(foreign, each.fusions)), each.mixtures is not mixture), default=None
+            there,
+            key=lambda each: (
+                each.mixtures is (not mixture),
+                sum(map(foreign, each.fusions)),
+                each.mixtures is not mixture,
+            ),
+            default=None,
         )
 
     def why_nothing_gained(self, fusion: str, engine: Engine) -> str | None:

@@ -1,4 +1,4 @@
-"""The cells of `policy.toml` from the results of `vllm_engine`: `python bench/scripts/policy_rows.py STAGE ARM` prints one row's."""
+"""The cells of `policy.toml` from the results of `vllm_engine`: `python bench/scripts/policy_rows.py STAGE ARM [FILE [AGAINST]]` prints one row's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """Number of turns -> the two-sided 95 % quantile of Student's t."""
 
 
-def cells(file: str, stage: str, arm: str) -> dict[str, list[float]]:
-    """Batch -> the ratio of the medians, and the ends of the 95 % interval of the mean ratio of the turns."""
+def cells(file: str, stage: str, arm: str, against: str = "vllm") -> dict[str, list[float]]:
+    """Batch -> the ratio of the medians of the arm `against` and of this one, and the ends of the 95 % interval of the mean ratio of the turns."""
     arms = json.loads((RESULTS / file).read_text())["stages"][stage]["arms"]
     return {
-        name.removeprefix("batch "): cell(arms["vllm"][name]["turns_us"], each["turns_us"])
+        name.removeprefix("batch "): cell(arms[against][name]["turns_us"], each["turns_us"])
         for name, each in arms[arm].items()
         if name.startswith("batch ")
     }
@@ -33,9 +33,13 @@ def cell(without: list[float], with_it: list[float]) -> list[float]:
     return [round(number, 4) for number in (ratio, min(mean - half, ratio), max(mean + half, ratio))]
 
 
-def main(stage: str, arm: str, file: str = "vllm_engine.json") -> Any:
+def main(stage: str, arm: str, file: str = "vllm_engine.json", against: str = "vllm") -> Any:
     """Print the row."""
-    print("decode = { " + ", ".join(f"{batch} = {each}" for batch, each in cells(file, stage, arm).items()) + " }")
+    print(
+        "decode = { "
+        + ", ".join(f"{batch} = {each}" for batch, each in cells(file, stage, arm, against).items())
+        + " }"
+    )
 
 
 if __name__ == "__main__":

@@ -566,3 +566,11 @@ def test_linears_said_not_to_quantise_are_a_no_to_every_quantised_form(run):
         if "quant" in row["fusion"]
     }
     assert reasons == {"the linears that read the latents site do not quantise what they read, as was said"}
+
+
+def test_what_was_measured_of_fp8_linears_with_scales_of_tokens_is_said(run):
+    reason = decisions(run, "llama-3.3-70b", "--tp", "4", "--target", "sm90", "--quant", "per_token")["linear", ROWS][1]
+    assert (
+        "0.991, 0.991, 0.999 and 1.002 times faster per decode step at batch 1, 8, 64 and 256, beside what is on by default"
+        in reason
+    )

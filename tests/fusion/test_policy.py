@@ -185,6 +185,34 @@ def test_a_plan_quotes_what_layers_of_a_kind_gained() -> None:
     assert ["(mixtures, " in reason for reason in quoted] == [False] * 3 + [True] * 58
 
 
+def test_what_layers_of_another_kind_gained_is_said_as_such() -> None:
+    engine = engine_of(["DeepseekV3ForCausalLM"], target=SM90)
+    mixtures = row(ADD, model="mixtures", mixtures=True)
+    dense = row(ADD, "gated_rms_norm", model="dense, with delta nets", mixtures=False)
+    specs = model("llama-3.3-70b").specs()
+    for measured, quoted in (
+        (
+            (mixtures, dense),
+            "measured on another model: 1.06",
+        ),  # a dense row, whose gated norms the model has no site for
+        ((mixtures,), "measured on another model: 1.06"),
+        ((mixtures, row(ADD, model="dense", mixtures=False)), "measured 1.06"),
+        ((row(ADD, model="dense"),), "measured 1.06"),
+    ):
+        made = plan(specs, SM90, None, engine, Policy(measurement=measured))
+        (reason,) = {each.reason for each in made.expected(ADD)}
+        assert f"{quoted} times faster" in reason
+        assert ("(mixtures" in reason) == (measured == (mixtures,))
+
+
+def test_what_was_measured_beside_the_defaults_says_so() -> None:
+    nothing = row(ADD, decode={"8": (0.99, 0.98, 0.995)}, against="default")
+    (reason,) = {reason for reason in reasons(in_vllm(nothing).refused(ADD)) if "unless" in reason}
+    assert reason.endswith(
+        "0.990 times faster per decode step at batch 8, beside what is on by default; a model, vLLM 0.1, a GPU)"
+    )
+
+
 def test_a_policy_is_one() -> None:
     with pytest.raises(ArgumentError, match=r"policy: got 'here'; fusion\.policy\.read_policy"):
         plan((), SM90, policy="here")  # type: ignore[arg-type]
@@ -200,7 +228,7 @@ def test_a_policy_is_one() -> None:
 @pytest.mark.parametrize("measured", shipped().measurement, ids=lambda each: f"{each.stage}-{each.arm}")
 def test_every_row_is_what_its_results_file_says(measured: Measurement) -> None:
     assert {batch: [*cell] for batch, cell in measured.decode.items()} == policy_rows.cells(
-        measured.file, measured.stage, measured.arm
+        measured.file, measured.stage, measured.arm, measured.against or "vllm"
     )
     assert all(name in {*FUSIONS, *AT_SEAMS} for name in (*measured.fusions, *filter(None, [measured.unless])))
 
