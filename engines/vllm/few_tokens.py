@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ...adapters.specs import ResidualSpec
 from ...fusion.catalog import FUSIONS
-from ...fusion.catalog.few_token_linear import TIMED
+from ...fusion.catalog.few_token_linear import BLOCKS, TIMED
+from ...fusion.chain import Fusion
 from ...fusion.planning import Plan
 
 
@@ -20,10 +23,23 @@ def looks_inside(plan: Plan) -> bool:
     )
 
 
+def beside(names: Collection[str], arch: str) -> tuple[str, ...]:
+    """What is on by default on a GPU where these fusions are: the linears in blocks go with what quantises for them."""
+    return (BLOCKS,) if arch == TIMED and any(name in FUSIONS and _in_groups(FUSIONS[name]) for name in names) else ()
+
+
+def _in_groups(fusion: Fusion) -> bool:
+    return fusion.format is not None and fusion.format.word == FUSIONS[BLOCKS].goes_with
+
+
 def runs_experts(plan: Plan) -> bool:
-    """Whether routed experts of one token or two may be layerfuse's: where a chain that quantises in groups is expected, on the GPU that was timed."""
-    formats = (FUSIONS[each.fusion].format for each in plan.expected())
-    return plan.target.arch == TIMED and any(each is not None and each.word == "group" for each in formats)
+    """Whether routed experts of one token or two may be layerfuse's: where a chain that quantises in groups is expected, on the GPU that was timed.
+
+    What switches the linears in blocks off leaves these to vLLM too.
+    """
+    if dict(plan.config.switches).get(BLOCKS) is False:
+        return False
+    return plan.target.arch == TIMED and any(_in_groups(FUSIONS[each.fusion]) for each in plan.expected())
 
 
 def note(plan: Plan) -> str | None:

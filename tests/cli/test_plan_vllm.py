@@ -574,3 +574,13 @@ def test_what_was_measured_of_fp8_linears_with_scales_of_tokens_is_said(run):
         "0.991, 0.991, 0.999 and 1.002 times faster per decode step at batch 1, 8, 64 and 256, beside what is on by default"
         in reason
     )
+
+
+@pytest.mark.parametrize(
+    ("fusions", "noted"),
+    [("", True), ("-few_token_linear_group_quant", False), ("add_rms_norm_group_quant", False), ("none", False)],
+)
+def test_routed_experts_are_left_where_their_linears_are(run, monkeypatch, fusions, noted):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", fusions)
+    out = run("plan", "deepseek-v3", "--tp", 8, "--target", "sm90", "--engine", "vllm").out
+    assert ("Routed experts of 58 layers are layerfuse's" in out) == noted

@@ -26,7 +26,7 @@ from layerfuse.engines.host import enter
 from layerfuse.engines.native import native_methods
 from layerfuse.engines.vllm import routed_experts
 from layerfuse.engines.vllm.host import VLLM
-from layerfuse.fusion import ops
+from layerfuse.fusion import FusionConfig, ops
 from layerfuse.fusion.backends import counting
 from layerfuse.fusion.ops.experts import block_scaled_experts
 
@@ -282,19 +282,24 @@ def test_a_launch_that_fails_later_is_vllms_call(vllms: list[int], monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("arch", "device", "fusions", "on"),
+    ("arch", "device", "fusions", "switched", "on"),
     [
-        ("sm90", "cuda", ("add_rms_norm_group_quant",), True),
-        ("sm90", "cuda", ("add_rms_norm", "add_rms_norm_per_token_quant"), False),
-        ("sm100", "cuda", ("add_rms_norm_group_quant",), False),
-        ("sm90", "cpu", ("add_rms_norm_group_quant",), False),
+        ("sm90", "cuda", ("add_rms_norm_group_quant",), "", True),
+        ("sm90", "cuda", ("add_rms_norm_group_quant",), "-few_token_linear_group_quant", False),
+        ("sm90", "cuda", ("add_rms_norm_group_quant",), "add_rms_norm_group_quant", False),
+        ("sm90", "cuda", ("add_rms_norm_group_quant",), "add_rms_norm_group_quant,few_token_linear_group_quant", True),
+        ("sm90", "cuda", ("add_rms_norm", "add_rms_norm_per_token_quant"), "", False),
+        ("sm100", "cuda", ("add_rms_norm_group_quant",), "", False),
+        ("sm90", "cpu", ("add_rms_norm_group_quant",), "", False),
     ],
 )
 def test_they_stand_where_they_were_timed_and_a_quantisation_in_groups_is_fused(
-    arch: str, device: str, fusions: tuple[str, ...], on: bool
+    arch: str, device: str, fusions: tuple[str, ...], switched: str, on: bool
 ) -> None:
     expected = tuple(SimpleNamespace(fusion=name) for name in fusions)
-    plan = SimpleNamespace(expected=lambda: expected, target=SimpleNamespace(arch=arch))
+    plan = SimpleNamespace(
+        expected=lambda: expected, target=SimpleNamespace(arch=arch), config=FusionConfig.parse(switched)
+    )
     assert IS_ON(SimpleNamespace(plan=plan, device=torch.device(device))) is on
 
 
