@@ -13,13 +13,16 @@ from importlib import metadata
 from importlib.util import find_spec
 from itertools import starmap
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, simplefilter
 
 from attrs import evolve, frozen
 
 from ._version import version_text
 from .adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean
+
+if TYPE_CHECKING:
+    from .fusion import FusionConfig
 
 ENGINES = ("transformers", "vllm", "sglang")
 
@@ -336,15 +339,18 @@ def environment(*, on: str, has_torch: bool, has_vllm: bool) -> list[Finding]:
     from .fusion.backends import ENVIRONMENT as BACKEND
     from .fusion.config import ENVIRONMENT as WANTED
     from .fusion.config import SHADOW, FusionConfigError, shadow_calls
+    from .fusion.sites import LINEAR
 
     findings = []
     if wanted := os.environ.get(WANTED, "").strip():
         try:
             config = Options().config() if has_vllm else FusionConfig.from_environment()
-            on_by_default = [fusion for fusion in FUSIONS.values() if not FusionConfig().why_off(fusion)]
-            off = ", ".join(fusion.name for fusion in on_by_default if config.why_off(fusion))
+            default = [e for e in FUSIONS.values() if not FusionConfig().why_off(e) and e.roles != (LINEAR,)]
+            off = ", ".join(fusion.name for fusion in default if config.why_off(fusion)) or "nothing"
+            if has_vllm:
+                off = f"{off} in fusion.compile; {_off_in_vllm(config) or 'nothing'} in vLLM"
             alone = f"; {NAME} is known inside vLLM alone: elsewhere this line is an error" if Options().decode else ""
-            detail = f"{wanted}, turns off: {off or 'nothing'}{alone if has_vllm else ''}"
+            detail = f"{wanted}, turns off: {off}{alone if has_vllm else ''}"
             findings.append(Finding(name=WANTED, state="found", detail=detail))
         except FusionConfigError as error:
             findings.append(Finding(name=WANTED, state="broken", detail=str(error)))
@@ -364,6 +370,28 @@ def environment(*, on: str, has_torch: bool, has_vllm: bool) -> list[Finding]:
         except ArgumentError as error:
             findings.append(Finding(name=SHADOW, state="broken", detail=str(error)))
     return findings
+
+
+def _off_in_vllm(config: FusionConfig) -> str:
+    """What is on in vLLM by default on some GPU, and is not with these switches."""
+    from .engines.vllm.defaults import on_by_default
+    from .engines.vllm.few_tokens import beside
+    from .fusion import FUSIONS, Engine
+    from .fusion.policy import shipped
+
+    engine, off, kept = Engine(name="vllm"), set(), dict[str, list[str]]()
+    for name, archs in on_by_default().items():
+        faster = next(each for each in shipped().of(name, "vllm") if each.faster)
+        if name in FUSIONS and config.why_off(FUSIONS[name], engine, faster) is not None:
+            off.add(name)
+        else:
+            for arch in archs:
+                kept.setdefault(arch, []).append(name)
+    for arch in {arch for archs in on_by_default().values() for arch in archs}:
+        for name in beside(on_by_default(arch), arch):
+            if not beside(kept.get(arch, ()), arch) or config.why_off(FUSIONS[name], engine, companion=True):
+                off.add(name)
+    return ", ".join(sorted(off))
 
 
 def _forced(variable: str, forced: str, on: str) -> Finding:

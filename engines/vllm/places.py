@@ -14,6 +14,7 @@ from ..hooks import check_source
 from ..options import BACKEND, NAME, Options, check_backend
 from .decode_facts import CLASS, why_not_source
 from .defaults import on_by_default
+from .few_tokens import beside
 from .hooks import HOOKS
 from .host import VLLM
 from .seams import SEAMS
@@ -63,7 +64,9 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
         return "absent", f"VLLM_PLUGINS={allowed} keeps vLLM from loading it"
     archs = sorted({arch for several in on_by_default().values() for arch in several})
     on = "; ".join(
-        f"on by default on {arch}, where `layerfuse plan` says so: {', '.join(on_by_default(arch))}" for arch in archs
+        f"on by default on {arch}, where `layerfuse plan` says so: {', '.join(sorted({*names, *beside(names, arch)}))}"
+        for arch in archs
+        if (names := on_by_default(arch))
     )
     asked = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
     wrong = f"vLLM {version} would not start with"

@@ -190,7 +190,8 @@ SOURCES = {
             "0.33.0",
             "",
             "found",
-            "vLLM 0.33.0 is tested; 5 of 5 hooks found; on by default on sm90, where `layerfuse plan` says so: add_rms_norm_group_quant, ",
+            "vLLM 0.33.0 is tested; 5 of 5 hooks found; on by default on sm90, where `layerfuse plan` says so: add_rms_norm_group_quant, "
+            "add_rms_norm_per_token_quant, all_reduce_add_rms_norm, all_reduce_add_rms_norm_group_quant, few_token_linear_group_quant, ",
         ),
         (
             "0.34.1",
@@ -297,7 +298,8 @@ def test_what_the_environment_forces_is_shown(run_python):
     found = {"LAYERFUSE_FUSIONS": "none", "LAYERFUSE_BACKEND": "reference"}
     data = json.loads(run_python("-m", "layerfuse", "doctor", "--json", env=found).out)["findings"]
     assert data["LAYERFUSE_FUSIONS"]["state"] == "found"
-    level_1 = ", ".join(name for name, fusion in FUSIONS.items() if fusion.level == 1)
+    # Linears have no place in fusion.compile.
+    level_1 = ", ".join(name for name, fusion in FUSIONS.items() if fusion.level == 1 and fusion.roles != ("linear",))
     assert data["LAYERFUSE_FUSIONS"]["detail"] == f"none, turns off: {level_1}"
     assert data["LAYERFUSE_BACKEND"] == {"state": "found", "detail": "reference, for every op that has it"}
     typos = {"LAYERFUSE_FUSIONS": "nome", "LAYERFUSE_BACKEND": "referense"}
@@ -306,6 +308,28 @@ def test_what_the_environment_forces_is_shown(run_python):
     assert answer.code == 1
     assert "no fusion is called 'nome'" in data["LAYERFUSE_FUSIONS"]["detail"]
     assert "no op has a backend called 'referense'" in data["LAYERFUSE_BACKEND"]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("fusions", "compiled", "off"),
+    [
+        ("-add_rms_norm", "add_rms_norm", "nothing"),  # which is off in vLLM by default
+        ("-add_rms_norm_group_quant", "nothing", "add_rms_norm_group_quant"),
+        ("-few_token_linear_group_quant", "nothing", "few_token_linear_group_quant"),
+        ("+few_token_linear", "nothing", "nothing"),
+    ],
+)
+def test_what_is_really_switched_off_is_said_of_each_place(monkeypatch, fusions, compiled, off):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", fusions)
+    (found,) = doctor.environment(on="cpu", has_torch=True, has_vllm=True)
+    assert found.detail == f"{fusions}, turns off: {compiled} in fusion.compile; {off} in vLLM"
+
+
+def test_linears_in_blocks_go_with_the_last_fusion_that_quantises_for_them(monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "none")
+    (found,) = doctor.environment(on="cpu", has_torch=True, has_vllm=True)
+    there = found.detail.partition("; ")[2]
+    assert "few_token_linear_group_quant, " in there and "few_token_linear_row_quant" not in there
 
 
 def test_equal_answers_are_one_line_and_others_name_their_fusions(run, monkeypatch):
