@@ -44,10 +44,15 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
     if found.same_as:
         first, *others = found.same_as
         same = f" (and {', '.join(others)}, with the same layers)" if others else ""
-        said.append(
-            f"this is {first}{same}: `layerfuse plan {first}` knows it without an entry; the one that follows is for the "
-            f"name {found.entry.name}"
-        )
+        entry = f"the one that follows is for the name {found.entry.name}"
+        quantised, theirs = (set(map(str, each.quant.values())) for each in (found.entry, registry.model(first)))
+        if quantised == theirs:
+            said.append(f"this is {first}{same}: `layerfuse plan {first}` knows it without an entry; {entry}")
+        else:
+            how = " | ".join(sorted(quantised)) or "not, as far as that is read"
+            said.append(
+                f"its layers are those of {first}{same}, quantised otherwise ({how}): `layerfuse plan {path}` plans it without an entry; {entry}"
+            )
     said += found.differs
     if found.problems:
         said += found.problems

@@ -70,7 +70,12 @@ def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspec
 
 
 def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
-    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder.
+    """The entry that `found_model` gives."""
+    return found_model(name, files)[0]
+
+
+def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str | None]:
+    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder, and the path of that.
 
     A model that ships with the library is read alone: looking for plugins would take longer than everything else that
     `plan` does.
@@ -84,10 +89,10 @@ def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
         shipped = Entries.shipped()
         for key, head in shipped.heads.items():
             if name.lower() in head.names:
-                return shipped[key]
+                return shipped[key], None
     registry, config = registry_with(files), os.path.join(name, "config.json") if os.path.isdir(name) else name
     try:
-        return registry.model(name)
+        return registry.model(name), None
     except UnknownModelError as error:
         if not os.path.isfile(config) or not config.endswith(".json"):
             if _is_path(name):
@@ -98,7 +103,7 @@ def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
         import attrs
 
         # The layers of a declared model; how this copy of it is quantised, its own config says.
-        return attrs.evolve(registry.model(found.same_as[0]), quant=found.entry.quant)
+        return attrs.evolve(registry.model(found.same_as[0]), quant=found.entry.quant), config
     said = f"layerfuse: {config} was read alone; `layerfuse inspect` holds what it says to the model's own code"
     print(said, file=sys.stderr)
-    return found.entry
+    return found.entry, config

@@ -32,7 +32,7 @@ SGLANG_TARGET = "sm90"
 """Of those for SGLang where torch can use no GPU: H100s and H200s run most of it."""
 
 LARGEST_TP_LISTED = 64
-_SHOWN = ("fusions", "rows", "paths")
+_SHOWN = ("fusions", "rows", "paths", "read")
 _WORDS = {"expected": "yes", "fallback": "fallback", "refused": "no", "not_applicable": "not applicable"}
 _STYLES = {"expected": "green", "fallback": "cyan", "refused": "red", "not_applicable": "dim"}
 
@@ -331,7 +331,8 @@ def show_plan(data: dict[str, Any], to: Console, verbose: bool = False) -> None:
     to.print(Text.assemble((data["model"], "bold"), f" ({about})"))
     to.print(f"rank {data['rank']} of {data['tp']}, {data['num_hidden_layers']} decoder layers, target {_target(data)}")
     if data["published"]:
-        said = f"as published (see --quant): {' | '.join(data['published'])}"
+        where = "as published" if data["read"] is None else f"as {data['read']} says"
+        said = f"{where} (see --quant): {' | '.join(data['published'])}"
         show(Text(said), to, prose_width(to))
     to.print()
     notes = show_summary(data["fusions"], to)
@@ -480,10 +481,10 @@ def answer_plan(
     verbose: bool = False,
 ) -> None:
     """Print the plan, or write it as a picture."""
-    from .models import find_model
+    from .models import found_model
 
     require_writable(svg)
-    entry = find_model(model, files)
+    entry, read = found_model(model, files)
     target, unsaid = (target, None) if target else target_for(engine)
     data = plan_data(
         entry,
@@ -497,6 +498,7 @@ def answer_plan(
         engine_version=engine_version,
         enforce_eager=enforce_eager,
     )
+    data["read"] = read
     data["notes"] = [*filter(None, [unsaid]), *data["notes"]]
     if asked:
         from .attention import Asked, attention_data

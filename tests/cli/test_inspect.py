@@ -543,3 +543,26 @@ def test_of_a_layer_it_says_where_each_field_was_read(run):
     ):
         refused = run("inspect", config, "--layer", layer)
         assert refused.code and f"--layer {layer}: {why}; did you mean 'model.layers." in refused.err
+
+
+def test_a_declared_model_that_is_quantised_otherwise_is_planned_by_its_own_config(run, tmp_path):
+    """Qwen3-4B in fp8, with scales of tokens and channels: the declared model knows no quantisation."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
+    reads = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": reads}
+    said = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    config = read_config(next(path for path in CHECKPOINTS if path.parent.name == "qwen3-4b"))
+    path = tmp_path / "w8a8" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({**config, "quantization_config": said}), encoding="utf-8")
+    answer = run("inspect", path)
+    assert (
+        "its layers are those of qwen3-4b, quantised otherwise (" in answer.err
+        and "activations per_token)" in answer.err
+    )
+    assert f"`layerfuse plan {path}` plans it" in answer.err and "layerfuse plan qwen3-4b" not in answer.err
+    planned = " ".join(run("plan", path, "--target", "sm90", "--engine", "vllm").out.split())
+    assert "as published" not in planned and f"{path} says (see --quant):" in planned
+    assert "silu_mul_per_token_quant 36 36 [" in planned
+    path.write_text(json.dumps(config), encoding="utf-8")
+    assert "`layerfuse plan qwen3-4b` knows it without an entry" in run("inspect", path).err
