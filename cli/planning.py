@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from ..adapters.activation_quant import ActivationQuantError
 from ..adapters.errors import LayerfuseError, SpecError, cut, did_you_mean, shown
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.config import FusionConfigError
@@ -185,6 +187,7 @@ def plan_data(
         from ..engines.vllm.few_tokens import note
 
         modules = [*filter(None, [note(decided)]), *modules]
+    modules += _unfound(decided)
     kinds = []
     for kind in (*kinds_of(specs), *mixtures_of(specs)):
         kinds.append(
@@ -275,6 +278,24 @@ def _of_release(engine: str | None, release: str | None) -> list[str]:
 
     said = about_release(release)
     return [] if said is None else [said]
+
+
+def _unfound(decided: Plan) -> list[str]:
+    """Of each fusion that is asked for by name and is in no row, why it has no site."""
+    from ..adapters.specs import MLASpec
+    from ..engines.options import NAME, Options
+    from ..engines.vllm.decode_facts import TAKES
+
+    found = {}
+    for name in Options().named:
+        if name == NAME:
+            if not any(isinstance(spec, MLASpec) for _, spec in decided.specs):
+                found[name] = "it has no MLA layer"
+        elif not decided.concerns(name):
+            reasons = Counter(each.reason for each in decided.decisions if each.fusion == name)
+            if TAKES not in reasons:
+                found[name] = reasons.most_common(1)[0][0] if reasons else "none of its layers has such a chain"
+    return [f"{name} is asked for, and has no site in this model: {why}." for name, why in found.items()]
 
 
 def _held(decided: Plan) -> list[str]:
@@ -461,7 +482,22 @@ def _quant_of(how: str, words: str) -> ActivationQuant:
         raise FusionConfigError(
             f"--quant {place or repr(words)}: expected how, as --quant {place}group128, or --quant {place}{NO_QUANT}"
         )
-    return ActivationQuant.parse(how)
+    try:
+        return ActivationQuant.parse(how)
+    except ActivationQuantError as error:
+        meant = _MEANT.get(how.strip().lower())
+        hint = f"; {meant}" if meant else ""
+        raise ActivationQuantError(
+            f"--quant {cut(words)}: {error}; {NO_QUANT} is of linears that quantise nothing{hint}"
+        ) from None
+
+
+_MEANT = {
+    "fp8": "fp8 with a scale per token is per_token, in DeepSeek's blocks of 128 it is group128, and with scales from calibration static",
+    "w8a8": "w8a8 in fp8 with a scale per token is per_token, and with scales from calibration static; int8 is known to no fusion",
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16"), f"linears of 16 bits are {NO_QUANT}"),
+}
+"""What users call quantisations otherwise, and what is meant by it."""
 
 
 def answer_plan(

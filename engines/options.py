@@ -90,7 +90,8 @@ class Options:
             try:
                 config = FusionConfig.parse(text, origin=said, strict=self.strict)
             except FusionConfigError as error:
-                if {word.lstrip("+-") for word in words} <= {*FUSIONS, NAME, "all", "none"}:
+                known = {word.lstrip("+-") for word in words} <= {*FUSIONS, NAME, "all", "none"}
+                if known or repr(NAME) in str(error):
                     raise
                 # Of the graphs' fusions only those are named there.
                 raise FusionConfigError(f"{error} Beside the fusions of graphs, there is {NAME}.") from None
@@ -100,6 +101,21 @@ class Options:
             config = attrs.evolve(config, switches={**dict(config.switches), **dict.fromkeys(LINEARS, True)})
         check_signs(words, said)  # of `mla_decode` too
         return config if self.level is None else attrs.evolve(config, level=self.level, origin=origin)
+
+    def check(self) -> None:
+        """Ask for the config, and let an error say whose it is.
+
+        Raises:
+            FusionConfigError: as `config` says, with the name of the table where it is no error of the environment.
+        """
+        from ..fusion.config import ENVIRONMENT, FusionConfigError
+
+        try:
+            self.config()
+        except FusionConfigError as error:
+            if str(error).startswith(ENVIRONMENT):
+                raise
+            raise FusionConfigError(f"additional_config[{KEY!r}]: {error}") from None
 
     @property
     def _from_environment(self) -> bool:
@@ -210,7 +226,7 @@ def options_in(additional_config: Any) -> Options:
     if not options.off:
         check_backend()
         if not options.says_nothing:
-            options.config()
+            options.check()
     return options
 
 

@@ -65,7 +65,7 @@ def _known(name: str, where: str) -> str:
     if not isinstance(name, str) or name not in FUSIONS:
         raise FusionConfigError(
             f"{where}: no fusion is called {shown(name)}"
-            + (did_you_mean(name, FUSIONS) or f". Known: {', '.join(FUSIONS)}.")
+            + (did_you_mean(name, (*FUSIONS, *OUTSIDE_OF_GRAPHS)) or f". Known: {', '.join(FUSIONS)}.")
             + "".join(f" Not usable: {error}" for error in FUSIONS.refused)
         )
     return name

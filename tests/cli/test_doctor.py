@@ -351,7 +351,7 @@ def test_a_name_with_which_vllm_would_not_start_is_no_yes(packages, run, monkeyp
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     for wrong, close in (
         ("add_rmsnorm", "'add_rms_norm'"),
-        ("mla_decod", "there is mla_decode"),
+        ("mla_decod", "did you mean 'mla_decode'"),
         ("+rms_nrm_static_quant", "'rms_norm_static_quant'"),
     ):
         monkeypatch.setenv("LAYERFUSE_FUSIONS", wrong)

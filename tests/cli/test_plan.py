@@ -159,6 +159,18 @@ def test_what_only_one_engine_cannot_build_is_refused_for_that_engine(run):
             2,
             "expected static, per_token, group32|64|128, mxfp8 or mxfp4, then column_major",
         ),
+        (
+            ["plan", "kimi-k2.5", "--quant", "w8a8"],
+            2,
+            "none is of linears that quantise nothing; w8a8 in fp8 with a scale per token is per_token",
+        ),
+        (["plan", "kimi-k2.5", "--quant", "latents=fp8"], 2, "--quant latents=fp8: expected static, per_token, "),
+        (
+            ["plan", "kimi-k2.5", "--quant", "FP8"],
+            2,
+            "fp8 with a scale per token is per_token, in DeepSeek's blocks of 128 it is group128",
+        ),
+        (["plan", "kimi-k2.5", "--quant", "bf16"], 2, "linears of 16 bits are none"),
         (["plan", "kimi-k2.5", "--quant", "group100"], 2, "expected None or one of 32, 64, 128, got 100"),
         (["plan", "kimi-k2.5", "--tp", "0"], 2, "--tp"),
         (["plan", "kimi-k2.5", "--tp", "2", "--rank", "2"], 2, "ranks are 0 to 1 at --tp 2, got 2"),

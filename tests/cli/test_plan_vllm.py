@@ -137,10 +137,10 @@ def test_what_vllms_mla_layers_take_at_module_level_is_said(run, monkeypatch):
     assert last("kimi-k2.5") == f"{on}MultiHeadLatentAttentionWrapper."
     assert last("deepseek-v2-lite").endswith("not possible: q_lora_rank is None: there is no query latent.")
     assert "add_rms_norm" in run("plan", "kimi-k2.5", "--engine", "vllm", "--target", "mi355x").out
-    assert not any(
-        line.startswith("mla_decode")
-        for line in run("plan", "gpt-oss-20b", "--engine", "vllm", "--target", "H200").out.splitlines()
-    )
+    others = run("plan", "gpt-oss-20b", "--engine", "vllm", "--target", "H200").out.splitlines()
+    assert [line for line in others if line.startswith("mla_decode")] == [
+        "mla_decode is asked for, and has no site in this model: it has no MLA layer."
+    ]
     for variable, why in (
         ("VLLM_USE_BREAKABLE_CUDAGRAPH", "vLLM captures its CUDA graphs in pieces"),
         ("VLLM_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT is set: "),
@@ -584,3 +584,25 @@ def test_routed_experts_are_left_where_their_linears_are(run, monkeypatch, fusio
     monkeypatch.setenv("LAYERFUSE_FUSIONS", fusions)
     out = run("plan", "deepseek-v3", "--tp", 8, "--target", "sm90", "--engine", "vllm").out
     assert ("Routed experts of 58 layers are layerfuse's" in out) == noted
+
+
+def test_what_is_asked_for_by_name_and_has_no_site_is_said(run, monkeypatch):
+    def said(*asked):
+        return " ".join(run("plan", *asked, "--engine", "vllm", "--target", "sm90").out.split())
+
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "+mla_decode,+mla_dual_rms_norm,+add_rms_norm")
+    out = said("gpt-oss-20b")
+    assert "mla_decode is asked for, and has no site in this model: it has no MLA layer." in out
+    assert "mla_dual_rms_norm is asked for, and has no site in this model: none of its layers has such a chain." in out
+    assert "add_rms_norm is asked for" not in out and "is asked for" not in said("deepseek-v3", "--tp", "8")
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"+{PLAIN}")
+    why = "it quantises with one scale per token"
+    assert f"{PLAIN} is asked for, and has no site in this model: {why}." in said(
+        "llama-3.3-70b", "--quant", "per_token"
+    )
+
+
+def test_a_name_that_is_nearly_mla_decode_is_told(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "+mla_deocde")
+    answer = run("plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90")
+    assert answer.code == 2 and answer.err.endswith("no fusion is called 'mla_deocde'; did you mean 'mla_decode'?\n")

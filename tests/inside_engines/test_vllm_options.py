@@ -128,7 +128,7 @@ def test_a_fusion_or_level_that_does_not_exist_is_an_error_at_once() -> None:
 @pytest.mark.parametrize("name", ["mla_dual_rms_norm", "mla_decode"])
 def test_what_is_both_on_and_off_is_an_error_at_once(line: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said = f"={re.escape(line.format(name))}: '{name}' is both switched on and switched off$"
-    with pytest.raises(FusionConfigError, match=f"^fusions{said}"):
+    with pytest.raises(FusionConfigError, match=rf"^additional_config\['layerfuse'\]: fusions{said}"):
         options_in({"layerfuse": {"fusions": line.format(name)}})
     monkeypatch.setenv("LAYERFUSE_FUSIONS", line.format(name))
     with pytest.raises(FusionConfigError, match=f"^LAYERFUSE_FUSIONS{said}"):
@@ -247,7 +247,7 @@ def test_level_0_leaves_what_is_named(fusions: str | None, on: bool) -> None:
 def test_a_name_that_is_mistyped_may_be_that_of_mla_decode() -> None:
     with pytest.raises(
         FusionConfigError,
-        match=r"no fusion is called 'mla_decod'.* Beside the fusions of graphs, there is mla_decode\.$",
+        match=r"no fusion is called 'mla_decod'; did you mean 'mla_decode'\?$",
     ):
         Options(fusions="+mla_decod").config()
 
