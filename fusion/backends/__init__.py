@@ -68,13 +68,20 @@ class Memory(dict[Any, Callable[..., Any]]):
         with _lock:
             _memories.append(self)
 
-    def choose(self, key: Hashable, op: str, case: Hashable, given: tuple[Any, ...]) -> Callable[..., Any]:
-        """The function for a call with these arguments, from now on under this key."""
+    def choose(
+        self,
+        key: Hashable,
+        op: str,
+        case: Hashable,
+        given: tuple[Any, ...],
+        later: Callable[..., Any] | None = None,
+    ) -> Callable[..., Any]:
+        """The function for a call with these arguments, from now on under this key; `later`: what calls after this one go to in its place."""
         before = _choices[0]
         function = choose(op, given[0].device.type, case).function
         with _lock:
             heard = [listener(op, given) for listener in _listeners]
-        self.keep(key, function, before)
+        self.keep(key, function if later is None else later, before)
         told = [tell for tell in heard if tell is not None]
         return _telling(function, told) if told else function
 

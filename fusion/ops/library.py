@@ -102,10 +102,9 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
             for place in groups:
                 decision = backends.decision(name, x.device.type, case(x, *args))
                 agree(args[place - 1], f"layerfuse::{name}", decision)
-            function = known.choose(signature(x, *args), name, case(x, *args), (x, *args))
             # A backend meets the first call of a kind; what it hands on goes there directly from the second on.
-            if more is not None and signature(x, *args) in known:
-                known[signature(x, *args)] = more(x, *args) or function
+            later = None if more is None else more(x, *args)
+            function = known.choose(signature(x, *args), name, case(x, *args), (x, *args), later)
         elif inference_only and torch.is_grad_enabled():
             check(x, *args)
         return function(x, *args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import nullcontext
+from threading import Thread
 from unittest.mock import MagicMock
 
 import pytest
@@ -56,6 +57,9 @@ def test_what_is_launched_gives_the_same(known: bool, monkeypatch: pytest.Monkey
     assert bool(kept) is known
 
 
+GRID = {"rows": 2, "sides": 1, "warps": 4}
+
+
 def test_what_is_compiled_ahead_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[tuple[object, ...], launcher.Compiled] = {}
     monkeypatch.setattr(launcher, "_compiled", kept)
@@ -63,9 +67,16 @@ def test_what_is_compiled_ahead_is_not_launched(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     kernel = MagicMock()
     rows = torch.ones(4, 8)
+    other = MagicMock()
     with launcher.compiling_ahead() as ahead:
         launcher.first(kernel, ("key",), (rows,), (4, 8), (True,), rows=2, sides=1, warps=4)
+        thread = Thread(target=launcher.first, args=(other, ("other",), (rows,), (4, 8), ()), kwargs=GRID)
+        thread.start()
+        thread.join()
     assert ahead
+    other.__getitem__.assert_called_once()  # another thread launches meanwhile
+    other.warmup.assert_not_called()
+    kept.clear()
     kernel.warmup.assert_called_once_with(rows, 4, 8, True, False, grid=(2, 1, 1), num_warps=4)
     kernel.__getitem__.assert_not_called()
     assert not kept

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +44,8 @@ def is_known(release: str) -> bool:
 
 
 _direct = is_known(triton.__version__)
-_ahead: list[bool] = []
-"""Not empty while kernels are compiled ahead, and not launched."""
+_ahead: ContextVar[bool] = ContextVar("layerfuse_compiles_ahead", default=False)
+"""Whether kernels are compiled ahead, and not launched: here, as Triton's mode is, and not on other threads."""
 THREADS = 8
 """The most kernels that are compiled at once; more would wait for Python's lock."""
 
@@ -144,11 +145,11 @@ def compiling_ahead() -> Iterator[bool]:
         yield False
         return
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads, AsyncCompileMode(threads):
-        _ahead.append(True)
+        before = _ahead.set(True)
         try:
             yield True
         finally:
-            _ahead.pop()
+            _ahead.reset(before)
 
 
 def first(
@@ -185,7 +186,7 @@ def first(
         kernel[grid](*tensors, *numbers, *constants, **options)
         return
     with torch.cuda.device(device):
-        if _ahead:
+        if _ahead.get():
             kernel.warmup(*tensors, *numbers, *constants, grid=grid, **options)
             return
         built = kernel[grid](*tensors, *numbers, *constants, **options)
