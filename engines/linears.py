@@ -50,8 +50,9 @@ class Linears:
         return op is not None
 
     def _site(self, product: Node) -> str | None:
-        where = self._attribution.locate((), product)
-        return where.places[0][0].name if where.how != "structure" and len(where.places) == 1 else None
+        # LoRA puts a module of its own in a linear's place, and the linear inside of that.
+        places = next(filter(None, self._attribution.outwards(product)), ())
+        return places[0][0].name if len(places) == 1 else None
 
 
 @define(kw_only=True)

@@ -6,7 +6,7 @@ the end of each norm's path, and several sites may fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from attrs import field, frozen
 from torch.fx import Node
@@ -102,13 +102,14 @@ class Attribution:
         return path if path in self._exact or path in self._layers else self._around.aliases.get(path, path)
 
     def _of_path(self, node: Node) -> tuple[Place, ...]:
-        stack = node.meta.get("nn_module_stack")
-        if not stack:
-            return ()
-        text = next(reversed(stack.values()))[0]
-        if text not in self._paths:
-            self._paths[text] = tuple(self._resolve(module_path(text)))
-        return self._paths[text]
+        return next(self.outwards(node), ())
+
+    def outwards(self, node: Node) -> Iterator[tuple[Place, ...]]:
+        """The places that each module around a node stands for, the innermost first."""
+        for path, _ in reversed(node.meta.get("nn_module_stack", {}).values()):
+            if path not in self._paths:
+                self._paths[path] = tuple(self._resolve(module_path(path)))
+            yield self._paths[path]
 
     def modules(self, weights: Iterable[Node], out: Node) -> list[str]:
         """The modules of the model that a norm may stand in; none where nothing tells."""

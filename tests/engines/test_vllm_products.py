@@ -18,11 +18,14 @@ pytest.importorskip("vllm_started")
 
 from few_token_linears import BLOCKS, everywhere
 from test_vllm_inside import DEEP_GEMM, KERNELS, _deep_gemm, _product, seen
-from test_vllm_plugin import ADD, GROUP_FP8, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from test_vllm_plugin import ADD, DUAL, GROUP_FP8, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from torch import Tensor
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
+from vllm.config.lora import LoRAConfig
+from vllm.lora.layers import LoRAMapping
+from vllm.lora.model_manager import create_lora_manager
 from vllm_host import _C
 from vllm_layers import fp8_kernel
 from vllm_started import close, quantised_as_on_cuda, started
@@ -98,6 +101,22 @@ def test_few_tokens_are_layerfuses_and_more_are_multiplied_as_before(
         f"{BLOCKS}: {IN_GRAPHS} expected, {IN_GRAPHS} fused, 0 missed; called {IN_GRAPHS} times in the profiling run"
         in said(caplog)
     )
+
+
+def test_a_linear_inside_of_loras_is_the_one_of_the_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    chains = f"+{ADD}_group_quant,+rms_norm_group_quant,+{DUAL}_group_quant"
+    dense = {**GROUP_FP8, "num_hidden_layers": 2, "first_k_dense_replace": 2}
+    options = {"fusions": f"{chains},+{BLOCKS}", "strict": True}
+    with (
+        multiplying("CUTLASS"),
+        started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=dense) as engine,
+    ):
+        config = engine.config
+        config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=torch.bfloat16)
+        manager = create_lora_manager(engine.model, 4, 64, 128, config.lora_config, config, torch.device("cpu"))
+        manager.set_adapter_mapping(LoRAMapping((0,) * 6, (0,), is_prefill=True))
+        engine()
+    assert f"{BLOCKS}: 10 expected, 10 fused, 0 missed; called 10 times in the profiling run" in said(caplog)
 
 
 @pytest.mark.parametrize("fusions", [ADD, f"{ADD}_group_quant"])
