@@ -139,13 +139,15 @@ class CompiledModule:
         """Fusions that are asked for by name and have no site in the loaded model -> why."""
         return self.find_unfound()
 
-    def look_again(self) -> None:
-        """Before the first call: where what was placed stands aside from now on, plan anew what it would have taken."""
-        if self.placed is not None and self.placed.look_again():
+    def look_again(self) -> bool:
+        """Before the first call: where what was placed stands aside from now on, plan anew what it would have taken. Whether it does."""
+        aside = self.placed is not None and self.placed.look_again()
+        if aside:
             before = self.unfound
             self.plan = plan(self.plan.specs, self.plan.target, self.plan.config, self.engine)
             self.__attrs_post_init__()
             say_unfound(self.model, {name: why for name, why in self.unfound.items() if name not in before})
+        return aside
 
     @property
     def active(self) -> bool:
@@ -276,7 +278,7 @@ class CompiledModule:
 
     def report(self) -> Report:
         """The report over all pieces and ranges."""
-        made = Report(self.plan)
+        made = Report(self.plan, at_modules=self.at_modules is not None)
         made.unknown = dict(self.unknown)
         for piece in self.pieces:
             made.add(piece.record)

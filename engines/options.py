@@ -76,7 +76,8 @@ class Options:
         """The same for plans.
 
         Raises:
-            FusionConfigError: a fusion that does not exist, one that is both on and off, or an unknown level.
+            FusionConfigError: a fusion that does not exist, one that is both on and off, there or by `few_token_linears`, or an
+                unknown level.
         """
         from ..fusion.catalog import FUSIONS
         from ..fusion.config import FusionConfig, FusionConfigError, check_signs
@@ -98,6 +99,11 @@ class Options:
         else:
             config = FusionConfig(strict=self.strict)
         if self.few_token_linears:
+            off = next((name for name in LINEARS if f"-{name}" in words), None)
+            if off is not None:
+                raise FusionConfigError(
+                    f"{said} switches {off} off, and few_token_linears switches it on: leave one of the two out"
+                )
             config = attrs.evolve(config, switches={**dict(config.switches), **dict.fromkeys(LINEARS, True)})
         check_signs(words, said)  # of `mla_decode` too
         return config if self.level is None else attrs.evolve(config, level=self.level, origin=origin)

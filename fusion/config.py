@@ -188,7 +188,7 @@ class FusionConfig:
     strict: bool = field(default=False, validator=_strict)
     "True: an expected fusion that did not happen raises FusionMissedError."
     only: frozenset[tuple[str, str]] | None = field(default=None, converter=_only)
-    "(site, fusion) pairs: of what is on, nothing is fused elsewhere. None: everywhere. This is how `layerfuse bisect` asks."
+    "(site, fusion) pairs: of what is on, nothing is fused elsewhere. A fusion that goes with others is on there without them. None: everywhere. This is how `layerfuse bisect` asks."
     origin: str = field(default="FusionConfig", converter=_origin)
     "Where the switches were set, as the reasons in plans and reports say it."
 
@@ -264,7 +264,7 @@ class FusionConfig:
         switch = dict(self.switches).get(fusion.name)
         if switch is not None:
             return None if switch else f"{fusion.name} is switched off by {self.origin}"
-        if companion:
+        if companion or (fusion.goes_with is not None and site is not None and self.only is not None):
             return None
         if engine is not None and fusion.goes_with is not None:
             return f"{fusion.name} is off in {engine.name} unless switched on: it goes with fusions that quantise in the same way, and none is on here"

@@ -71,6 +71,8 @@ class Engine:
     linears: Mapping[str, str] | None = None
     """Path of a linear -> why its product stays the engine's with few tokens too, as a sentence. None: there is no place for another
     product than the engine's, and no linear is a site."""
+    loaded: bool = False
+    "Whether it has built the model, which then has no linear but those that specs list."
     linears_apart: bool = False
     "Whether linears, those of shared experts too, have places of their own at module level: for their products, and for what the product in an MLP quantises."
     uncompiled: str | None = field(default=None, validator=_sentence)

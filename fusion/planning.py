@@ -265,7 +265,9 @@ def plan(
         for site in sites_of(layer, spec, mixtures.get(spec.layer_index) if isinstance(spec, GatedMLPSpec) else None)
     )
     sites = tuple(_reduced(placed, found))
-    linears = () if engine is None or engine.linears is None else tuple(linear_sites(placed, engine.linears, mixtures))
+    linears: tuple[Site, ...] = ()
+    if engine is not None and engine.linears is not None:
+        linears = tuple(linear_sites(placed, engine.linears, mixtures, engine.loaded))
     roles = frozenset(site.role for site in (*sites, *linears))
     mixed = frozenset(index for index, experts in mixtures.items() if experts is not None and index is not None)
     decide = _Decider(target, config, engine, shipped() if policy is None else policy, roles, mixed)

@@ -173,8 +173,10 @@ class FusionReport:
 class Report:
     """The plan, the records of every compiled graph and call, and the verdicts on each fusion."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, at_modules: bool = False) -> None:
         self.plan = plan
+        self.at_modules = at_modules
+        "Whether nothing compiles the model: its records are of ops that stand in modules."
         self.records: list[GraphRecord] = []
         self.calls = 0
         "Calls that were counted."
@@ -272,6 +274,8 @@ class Report:
 
     def why_absent(self, what: str = "its norms are") -> str:
         """Why a site without a use in any graph so far has none, as a sentence."""
+        if self.at_modules:
+            return "nothing compiles the model, and no op was put in at this site before its first call"
         if not self.records:
             return "no graph was rewritten: the model was not called, Dynamo is off, or Inductor had the graph in its cache"
         failed = next((record.failed for record in self.records if record.failed is not None), None)

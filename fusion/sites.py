@@ -337,9 +337,12 @@ def mixtures_of(placed: Iterable[tuple[str, AnySpec]]) -> dict[int | None, Exper
 
 
 def linear_sites(
-    placed: Iterable[tuple[str, AnySpec]], left: Mapping[str, str], mixtures: Mapping[int | None, ExpertsSpec | None]
+    placed: Iterable[tuple[str, AnySpec]],
+    left: Mapping[str, str],
+    mixtures: Mapping[int | None, ExpertsSpec | None],
+    loaded: bool,
 ) -> Iterator[Site]:
-    """A site for each linear of these layers, once: as they were read, or where none was, those that engines make of declared layers.
+    """A site for each linear of these layers, once: as they were read, or of layers that nobody has built, those that engines make of them.
 
     The second projection of MLA's key/value latent is none: with few tokens it is absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
 
@@ -347,10 +350,11 @@ def linear_sites(
         placed: (path, spec) pairs.
         left: path of a linear -> why an engine keeps it to itself, as a sentence.
         mixtures: as `mixtures_of` gives them.
+        loaded: whether the model is built, so that it has only what was read.
     """
     placed = tuple(placed)
     read = [(layer, spec, _linears_of(spec)) for layer, spec in placed]
-    if not any(linears for _, _, linears in read):
+    if not loaded and not any(linears for _, _, linears in read):
         read = list(_declared(placed))
     met: set[str] = set()
     for layer, spec, linears in read:

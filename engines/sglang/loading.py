@@ -45,7 +45,7 @@ def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
     except UnknownLayerError:
         nothing(model, "no adapter knows any of its layers", stops)
         return None
-    engine = attrs.evolve(engine, linears=dict(_linears_left(runner, specs)))
+    engine = attrs.evolve(engine, linears=dict(_linears_left(runner, specs)), loaded=True)
     name = type(model).__qualname__
     ignored = frozenset(registry.default.ignored_in(model))
     compiled = CompiledModule(
@@ -85,7 +85,7 @@ def _linears_left(runner: Any, specs: list[tuple[str, AnySpec]]) -> Iterator[tup
     """Path of a linear -> why its product stays SGLang's with few tokens too, as a sentence."""
     why_none = products.why_not(runner.server_args)
     known: dict[str, str | None] = {}
-    for site in linear_sites(specs, {}, mixtures_of(specs)):
+    for site in linear_sites(specs, {}, mixtures_of(specs), True):
         if site.linear is not None and site.quant is not None:
             path = join(site.layer, site.linear.path)
             why = why_none or products.why_not_by(runner.model.get_submodule(path), site.quant, known)

@@ -104,7 +104,7 @@ def compiled_modules_of(
         target = target_of(module)
         door = _door(module, inside, vllm_config, options.decode, target.arch, reason is None)
         engine = engine_for(vllm_config, target, reason, type(model).__name__)
-        engine = attrs.evolve(engine, linears=dict(_linears_left(module, inside, vllm_config)))
+        engine = attrs.evolve(engine, linears=dict(_linears_left(module, inside, vllm_config)), loaded=True)
         taken = door is not None and door.stands
         left = ignored | {layer for layer, _ in specs} - {layer for layer, _ in here}
         around = attrs.evolve(
@@ -179,7 +179,7 @@ def _door(
 
 def _linears_left(module: nn.Module, specs: list[tuple[str, AnySpec]], vllm_config: Any) -> Iterator[tuple[str, str]]:
     """Path of a linear -> why its product stays vLLM's with few tokens too, as a sentence."""
-    for site in linear_sites(specs, {}, mixtures_of(specs)):
+    for site in linear_sites(specs, {}, mixtures_of(specs), True):
         if site.linear is None or site.quant is None:
             continue
         path = f"{site.layer}.{site.linear.path}".removeprefix(".")

@@ -179,7 +179,7 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 from ..standing import at_first_call
                 from .seams import SEAMS
 
-                at_first_call(module, compiled, SEAMS, _look_again, _finish)
+                at_first_call(module, compiled, SEAMS, partial(_look_again, module), _finish)
     return model
 
 
@@ -242,7 +242,7 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
 
             if not any(isinstance(other, cls) for other, _ in process.this.waiting.values()):
                 cls.__call__ = own
-            _look_again(compiled)
+            _look_again(self, compiled)
             _find_key(compiled)
             # Tracing and compiling run no fused op.
             with in_place_of_options(compiled), counted(compiled), recording() as seen:
@@ -262,9 +262,12 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
     return first_call
 
 
-def _look_again(compiled: CompiledModule) -> None:
+def _look_again(module: nn.Module, compiled: CompiledModule) -> None:
     with _quietly("looking at the MLA layers again", compiled.strict):
-        compiled.look_again()
+        if compiled.look_again():
+            from .shared_experts import expect_products
+
+            expect_products(compiled, module)
 
 
 def _say_who_passed_by(compiled: CompiledModule, *names: str) -> None:

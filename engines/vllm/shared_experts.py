@@ -41,21 +41,32 @@ GONE = "layerfuse: a linear of shared experts is vLLM's own from now on: %s"
 
 def put_in(compiled: CompiledModule, module: nn.Module) -> None:
     """Let few tokens be layerfuse's where the plan expects that and no graph shows it: in shared experts, and in a model that is not compiled."""
+    kernels = expect_products(compiled, module)
+    shared = [site for name in kernels if (site := compiled.plan.site[name]).experts is not None]
+    if shared:
+        _stand(compiled, module, shared, kernels)
+
+
+def expect_products(compiled: CompiledModule, module: nn.Module) -> dict[str, Any]:
+    """Let the products of the plan that no graph shows be layerfuse's, and count them.
+
+    Returns:
+        Site -> vLLM's kernel.
+    """
     found = [compiled.plan.site[each.site] for each in compiled.plan.expected(BLOCKS)]
     kernels = {
         site.name: kernel_of(module.get_submodule(join(site.layer, site.linear.path)))
         for site in found
         if site.linear is not None and (site.experts is not None or compiled.at_modules is not None)
     }
-    if not kernels:
-        return
-    inside.ran.update({kernel: Counter() for kernel in kernels.values()})
-    compiled.linears = AtSeams(
-        fusion=BLOCKS, calls=lambda: {name: inside.ran[kernel].copy() for name, kernel in kernels.items()}
+    for kernel in kernels.values():
+        inside.ran.setdefault(kernel, Counter())
+    compiled.linears = (
+        AtSeams(fusion=BLOCKS, calls=lambda: {name: inside.ran[kernel].copy() for name, kernel in kernels.items()})
+        if kernels
+        else None
     )
-    shared = [site for site in found if site.experts is not None]
-    if shared:
-        _stand(compiled, module, shared, kernels)
+    return kernels
 
 
 def _stand(compiled: CompiledModule, module: nn.Module, sites: list[Site], kernels: dict[str, Any]) -> None:

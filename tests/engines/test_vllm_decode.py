@@ -47,7 +47,17 @@ from vllm_layers import RELEASE
 from vllm_paged import GUARD, paged, written
 from vllm_started import loaded_from_cache
 
-from layerfuse.engines.vllm import decode, decode_beyond, decode_facts, decode_ops, decode_trial, loading, plugin
+from layerfuse.engines.native import native_methods
+from layerfuse.engines.vllm import (
+    decode,
+    decode_beyond,
+    decode_facts,
+    decode_ops,
+    decode_trial,
+    loading,
+    plugin,
+    readers,
+)
 from layerfuse.engines.vllm.releases import NEWEST
 from layerfuse.fusion import FusionMissedError
 from layerfuse.fusion.backends import counting, listening
@@ -835,3 +845,25 @@ def test_linears_that_quantise_inside_of_their_op_are_multiplied_beside_it(store
     for counted, query in zip(calls, ("mla_query_rope", "mla_query_rope", "mla_query_absorb"), strict=True):
         assert counted["mla_norm_rope_cache_into"] == counted[query] == layers
         assert counted["group_quant_linear"] and counted["block_scaled_linear"]
+
+
+def test_products_behind_norms_that_it_leaves_before_the_first_call_are_layerfuses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised = "add_rms_norm_group_quant", "mla_dual_rms_norm_group_quant", "few_token_linear_group_quant"
+    options = {"fusions": ["mla_decode", *quantised]}
+    given: dict[str, Any] = {"dtype": "bfloat16", "overrides": DENSE_FP8, "mode": "NONE", "profile": False}
+    with (
+        as_installed(),
+        mock.patch.object(readers, "native_methods", return_value=native_methods()),
+        paged("deepseek-v3", tmp_path, layerfuse=options, **given) as engine,
+    ):
+        own = TritonMLAImpl.do_kv_cache_update
+        monkeypatch.setattr(TritonMLAImpl, "do_kv_cache_update", lambda *args: own(*args))
+        engine.engine()
+    lines = said(caplog)
+    assert any(line.startswith("layerfuse: mla_decode leaves vLLM's MLA layers alone: ") for line in lines)
+    counts = {"add_rms_norm_group_quant": 3, "mla_dual_rms_norm_group_quant": 2, "few_token_linear_group_quant": 3 + 2}
+    assert {
+        f"{name}: {n} expected, {n} fused, 0 missed; called {n} times in the first run" for name, n in counts.items()
+    } <= set(lines)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 
@@ -31,6 +32,7 @@ from vllm_layers import fp8_kernel
 from vllm_started import close, quantised_as_on_cuda, started
 
 from layerfuse import registry
+from layerfuse.adapters.specs import NormSpec
 from layerfuse.engines.vllm import inside, loading, products
 from layerfuse.fusion import Engine, FusionConfig, Target, plan
 from layerfuse.fusion.backends import counting
@@ -130,6 +132,34 @@ def test_without_a_quantised_fusion_or_their_own_they_stay(fusions: str, tmp_pat
         with counting() as called:
             engine()
     assert not called["block_scaled_linear"]
+
+
+def test_a_loaded_model_whose_adapter_reads_no_linears_is_fused_without_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an outside adapter may give norms: with how what reads them quantises, and not what that is."""
+    read = registry.specs_in
+
+    def without_linears(spec: Any) -> Any:
+        changed: dict[str, Any] = {}
+        for field in attrs.fields(type(spec)):
+            held = getattr(spec, field.name)
+            if field.name in ("feeds", "fed_by", "gives"):
+                changed[field.name] = ()
+            elif isinstance(held, NormSpec):
+                changed[field.name] = without_linears(held)
+            elif isinstance(held, tuple) and held and isinstance(held[0], NormSpec):
+                changed[field.name] = tuple(map(without_linears, held))
+        return attrs.evolve(spec, **changed)
+
+    monkeypatch.setattr(registry, "specs_in", lambda model: [(at, without_linears(spec)) for at, spec in read(model)])
+    options = {"fusions": f"{ADD}_group_quant,{BLOCKS}"}
+    with (
+        multiplying("CUTLASS"),
+        started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=GROUP_FP8) as engine,
+    ):
+        engine()
+    assert f"{ADD}_group_quant: 2 expected, 2 fused, 0 missed; called 2 times in the profiling run" in said(caplog)
 
 
 # ---- graphs

@@ -15,6 +15,7 @@ from layerfuse.adapters.linear_specs import weight_spec
 from layerfuse.adapters.specs import AnySpec
 from layerfuse.fusion import Engine, FusionConfig, Plan, Target, plan
 from layerfuse.fusion.catalog.few_token_linear import BLOCKS, PLAIN, ROWS
+from layerfuse.fusion.report import GraphRecord, Report
 from layerfuse.fusion.sites import LINEAR, linear_sites, mixtures_of
 
 SM90 = Target.named("sm90")
@@ -61,7 +62,7 @@ def decided(made: Plan, fusion: str) -> dict[str, tuple[str, str]]:
 
 
 def test_each_linear_that_was_read_is_one_site(specs: list[tuple[str, AnySpec]]) -> None:
-    sites = list(linear_sites(specs, {}, mixtures_of(specs)))
+    sites = list(linear_sites(specs, {}, mixtures_of(specs), True))
     attention = {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"}  # the projection behind the latent is absorbed
     mlp = {"gate_proj", "up_proj", "down_proj"}
     expected = {f"model.layers.{i}.self_attn.{name}:linear" for i in range(2) for name in attention}
@@ -79,8 +80,16 @@ def test_each_linear_that_was_read_is_one_site(specs: list[tuple[str, AnySpec]])
 )
 def test_declared_layers_have_those_that_engines_make_of_them(model: str, several: int) -> None:
     found = [*registry.model(model).specs(published=True)]
-    sites = list(linear_sites(found, {}, mixtures_of(found)))
+    sites = list(linear_sites(found, {}, mixtures_of(found), False))
     assert len(sites) == len({site.name for site in sites}) == several
+
+
+def test_a_loaded_model_has_no_linears_but_those_that_were_read() -> None:
+    """As an outside adapter gives its norms: with how they are quantised, and without what reads them."""
+    found = [*registry.model("qwen3-8b").specs(published=True)]
+    assert not list(linear_sites(found, {}, mixtures_of(found), True))
+    assert any(site.linear for site in plan(found, SM90, None, ENGINE).sites)
+    assert not any(site.linear for site in plan(found, SM90, None, attrs.evolve(ENGINE, loaded=True)).sites)
 
 
 @pytest.mark.parametrize("engine", [None, Engine(name="vllm"), Engine.named("sglang")])
@@ -137,6 +146,15 @@ def test_what_nobody_takes_out_and_nothing_compiles_is_refused(specs: list[tuple
     assert "q_b_proj" in expected
 
 
+def test_where_nothing_is_compiled_a_report_speaks_of_no_graphs(specs: list[tuple[str, AnySpec]]) -> None:
+    quantised = [(layer, in_fp8(spec, INSIDE)) for layer, spec in specs]
+    eager = attrs.evolve(ENGINE, uncompiled="nothing is compiled")
+    made = Report(plan(quantised, SM90, FusionConfig.parse("all"), eager), at_modules=True)
+    made.add(GraphRecord(graph=0, uses=()))
+    reasons = {reason for sites in made.missed().values() for reason in sites.values()}
+    assert reasons == {"nothing compiles the model, and no op was put in at this site before its first call"}
+
+
 def test_one_alone_can_be_left_on(specs: list[tuple[str, AnySpec]]) -> None:
     """As `layerfuse bisect` asks."""
     quantised = [(layer, in_fp8(spec, INSIDE)) for layer, spec in specs]
@@ -145,5 +163,6 @@ def test_one_alone_can_be_left_on(specs: list[tuple[str, AnySpec]]) -> None:
     norms = {
         (each.site, each.fusion) for each in plan(quantised, SM90, whole, ENGINE).expected() if each.fusion != BLOCKS
     }
-    made = plan(quantised, SM90, attrs.evolve(whole, only=frozenset({one, *norms})), ENGINE)
-    assert [(each.site, each.fusion) for each in made.expected(BLOCKS)] == [one]
+    for config, only in ((whole, {one, *norms}), (FusionConfig(), {one, *norms}), (FusionConfig(), {one})):
+        made = plan(quantised, SM90, attrs.evolve(config, only=frozenset(only)), ENGINE)
+        assert [(each.site, each.fusion) for each in made.expected(BLOCKS)] == [one]

@@ -135,6 +135,20 @@ def test_what_is_both_on_and_off_is_an_error_at_once(line: str, name: str, monke
         options_in({})
 
 
+@pytest.mark.parametrize("name", ["few_token_linear", "few_token_linear_row_quant"])
+def test_linears_with_few_tokens_are_not_both_asked_for_and_switched_off(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = f"+add_rms_norm,-{name}"
+    said = f"={re.escape(line)} switches {name} off, and few_token_linears switches it on: leave one of the two out$"
+    with pytest.raises(FusionConfigError, match=rf"^additional_config\['layerfuse'\]: fusions{said}"):
+        options_in({"layerfuse": {"fusions": line, "few_token_linears": True}})
+    assert not dict(config({"fusions": line}).switches)[name]
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", line)
+    with pytest.raises(FusionConfigError, match=f"^LAYERFUSE_FUSIONS{said}"):
+        options_in({"layerfuse": {"few_token_linears": True}})
+
+
 @pytest.mark.parametrize(
     "line", ["+nosuch,-nosuch", "+nosuch,+add_rms_norm,-add_rms_norm", "mla_decode,-nosuch,+nosuch"]
 )
