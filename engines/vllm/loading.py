@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import attrs
@@ -32,6 +33,8 @@ from .switches import BATCH_INVARIANT, INVARIANT, is_set
 
 _BY_TRANSFORMERS = "vllm.model_executor.models.transformers."
 """vLLM's classes around the code of transformers, or of a checkpoint."""
+_AROUND_LINEARS = "short_conv", "mamba_mixer", "linear_attention", "olmo_hybrid_gdn_full_forward"
+"""vLLM's ops that run a whole layer: each is all that a module's forward calls."""
 
 
 def compiled_modules_of(
@@ -104,7 +107,9 @@ def compiled_modules_of(
         target = target_of(module)
         door = _door(module, inside, vllm_config, options.decode, target.arch, reason is None)
         engine = engine_for(vllm_config, target, reason, type(model).__name__)
-        engine = attrs.evolve(engine, linears=dict(_linears_left(module, inside, vllm_config)), loaded=True)
+        engine = attrs.evolve(
+            engine, linears=dict(_linears_left(module, inside, vllm_config, reason is None)), loaded=True
+        )
         taken = door is not None and door.stands
         left = ignored | {layer for layer, _ in specs} - {layer for layer, _ in here}
         around = attrs.evolve(
@@ -177,19 +182,36 @@ def _door(
     return door
 
 
-def _linears_left(module: nn.Module, specs: list[tuple[str, AnySpec]], vllm_config: Any) -> Iterator[tuple[str, str]]:
+def _linears_left(
+    module: nn.Module, specs: list[tuple[str, AnySpec]], vllm_config: Any, compiled: bool
+) -> Iterator[tuple[str, str]]:
     """Path of a linear -> why its product stays vLLM's with few tokens too, as a sentence."""
     for site in linear_sites(specs, {}, mixtures_of(specs), True):
-        if site.linear is None or site.quant is None:
+        if site.linear is None:
             continue
         path = f"{site.layer}.{site.linear.path}".removeprefix(".")
-        kernel, why = kernel_of(module.get_submodule(path)), None
-        if site.quant.inside and site.experts is not None:
-            why = shared_experts.why_not(vllm_config, kernel)
-        elif not site.quant.inside:
-            why = products.why_not_by(kernel)
+        why = why_hidden(module, path) if compiled else None
+        if why is None and site.quant is not None:
+            kernel = kernel_of(module.get_submodule(path))
+            if site.quant.inside and site.experts is not None:
+                why = shared_experts.why_not(vllm_config, kernel)
+            elif not site.quant.inside:
+                why = products.why_not_by(kernel)
         if why is not None:
             yield path, why
+
+
+def why_hidden(module: nn.Module, path: str) -> str | None:
+    """Why no graph of vLLM's compiler shows the product of a linear below a module, as a sentence, or None."""
+    parts = path.split(".")
+    for end in range(1, len(parts)):
+        code = unwrap(type(module.get_submodule(".".join(parts[:end]))).forward).__code__
+        op = next((each for each in _AROUND_LINEARS if {"ops", "vllm", each} <= {*code.co_names}), None)
+        if op is not None:
+            return f"vLLM calls it inside of its op {op}, which no graph shows"
+    if vars(module.get_submodule(path)).get("_use_min_latency_gemm"):
+        return "vLLM multiplies few tokens there by its own min_latency_fused_qkv_a_proj"
+    return None
 
 
 def _say_quantised_inside(vllm_config: Any, model: nn.Module) -> None:

@@ -6,6 +6,7 @@ Both kernels are plain torch here, behind vLLM's own ops. Run by `make test-engi
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ pytest.importorskip("vllm_started")
 from few_token_linears import BLOCKS, everywhere
 from test_vllm_inside import DEEP_GEMM, KERNELS, _deep_gemm, _product, seen
 from test_vllm_plugin import ADD, DUAL, GROUP_FP8, fresh, said  # noqa: F401 (`fresh` is a fixture)
-from torch import Tensor
+from torch import Tensor, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -160,6 +161,40 @@ def test_a_loaded_model_whose_adapter_reads_no_linears_is_fused_without_them(
     ):
         engine()
     assert f"{ADD}_group_quant: 2 expected, 2 fused, 0 missed; called 2 times in the profiling run" in said(caplog)
+
+
+LAYERS = "vllm.model_executor.layers.mamba"
+
+
+@pytest.mark.parametrize(
+    ("cls", "op"),
+    [
+        (f"{LAYERS}.short_conv:ShortConv", "short_conv"),
+        (f"{LAYERS}.mamba_mixer:MambaMixer", "mamba_mixer"),
+        (f"{LAYERS}.mamba_mixer2:MambaMixer2", None),
+        ("vllm.model_executor.models.lfm2:Lfm2ShortConvDecoderLayer", None),
+    ],
+)
+def test_a_linear_inside_of_an_op_of_vllms_is_in_no_graph(cls: str, op: str | None) -> None:
+    module, _, name = cls.partition(":")
+    made = getattr(importlib.import_module(module), name)
+    layer = made.__new__(made)
+    nn.Module.__init__(layer)
+    layer.in_proj = nn.Linear(2, 2)
+    why = None if op is None else f"vLLM calls it inside of its op {op}, which no graph shows"
+    assert loading.why_hidden(nn.ModuleDict({"mixer": layer}), "mixer.in_proj") == why
+
+
+def test_what_vllm_multiplies_by_a_kernel_for_few_tokens_stays_its_own(tmp_path: Path) -> None:
+    """DeepSeek-V3's first projection in bfloat16, of which the tiny one has not the size."""
+    with started("deepseek-v3", tmp_path, dtype="bfloat16") as engine:
+        path = "model.layers.0.self_attn.fused_qkv_a_proj"
+        assert loading.why_hidden(engine.model, path) is None
+        linear = engine.model.get_submodule(path)
+        assert linear._use_min_latency_gemm is False
+        linear._use_min_latency_gemm = True
+        why = "vLLM multiplies few tokens there by its own min_latency_fused_qkv_a_proj"
+        assert loading.why_hidden(engine.model, path) == why
 
 
 # ---- graphs
