@@ -160,7 +160,10 @@ def test_a_loaded_model_whose_adapter_reads_no_linears_is_fused_without_them(
         started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=GROUP_FP8) as engine,
     ):
         engine()
-    assert f"{ADD}_group_quant: 2 expected, 2 fused, 0 missed; called 2 times in the profiling run" in said(caplog)
+    lines = said(caplog)
+    assert f"{ADD}_group_quant: 2 expected, 2 fused, 0 missed; called 2 times in the profiling run" in lines
+    none = "has no site in DeepseekV3ForCausalLM: none of its layers has such a chain"
+    assert f"layerfuse: {BLOCKS} is asked for, and {none}" in lines, "none is guessed"
 
 
 LAYERS = "vllm.model_executor.layers.mamba"
