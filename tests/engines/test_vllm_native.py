@@ -855,9 +855,15 @@ def test_a_compiled_model_computes_what_vllms_own_would_with_what_is_put_there_l
 
 def test_every_way_that_vllm_dispatches_a_norm_is_its_own() -> None:
     """Those of GPUs too, which no CPU takes."""
+    seen = set()
     for seam in SEAMS:
-        if seam.why_not() is not None:
+        try:
             importlib.import_module(seam.hook.module)
+        except ModuleNotFoundError as error:
+            # MiniMax-M3's asks for torchvision; its norms are looked at where its models are built (test_vllm_uncompiled). Some are not in 0.26.
+            assert error.name is not None and error.name.startswith(("torchvision", "vllm.models"))
+            continue
+        seen.add(seam.key[1])
         cls = getattr(importlib.import_module(seam.hook.module), seam.key[1])
         ways = [name for name in dir(cls) if name.startswith("forward")]
         assert "forward" in ways
@@ -865,6 +871,7 @@ def test_every_way_that_vllm_dispatches_a_norm_is_its_own() -> None:
             look = Look()
             look.attribute(cls, name)
             assert look.held
+    assert seen >= {"RMSNorm", "GemmaRMSNorm", "RMSNormGated", "SiluAndMul"}
 
 
 @ir
