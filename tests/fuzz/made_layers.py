@@ -99,6 +99,8 @@ def _places(field: str, source: Any, below: tuple[str, ...] = ()) -> Iterator[tu
         for part, places in source.fields:
             for place in places:
                 yield from _places(part, place, source.module.steps)
+        for place in source.layer_epsilon:
+            yield from _places("epsilon", place)
         for place in source.where:
             yield from _places("has_norm", place)
         for path in source.feeds:
