@@ -156,46 +156,24 @@ BLOCK_SCALED_EXPERTS = Op(
     reference=_reference("block_scaled_experts", "experts"),
 )
 
+
+def _kernel(module: str, refuses: str = "refuses") -> tuple[Kernel, ...]:
+    path = "layerfuse.fusion.backends.triton"
+    return (
+        Kernel(
+            backend="triton",
+            made_by=f"{path}.{module}:function_of",
+            refuses=f"{path}.{module}:{refuses}",
+            steps=f"{path}.linear:steps_of",
+        ),
+    )
+
+
 LINEARS = {
-    GROUP_QUANT_LINEAR: (
-        Kernel(
-            backend="triton",
-            made_by="layerfuse.fusion.backends.triton.linear:function_of",
-            refuses="layerfuse.fusion.backends.triton.linear:refuses",
-            steps="layerfuse.fusion.backends.triton.linear:steps_of",
-        ),
-    ),
-    BLOCK_SCALED_LINEAR: (
-        Kernel(
-            backend="triton",
-            made_by="layerfuse.fusion.backends.triton.linear:quantised_function_of",
-            refuses="layerfuse.fusion.backends.triton.linear:refuses",
-            steps="layerfuse.fusion.backends.triton.linear:steps_of",
-        ),
-    ),
-    SCALED_LINEAR: (
-        Kernel(
-            backend="triton",
-            made_by="layerfuse.fusion.backends.triton.linear:scaled_function_of",
-            refuses="layerfuse.fusion.backends.triton.linear:refuses",
-            steps="layerfuse.fusion.backends.triton.linear:steps_of",
-        ),
-    ),
-    FEW_TOKEN_LINEAR: (
-        Kernel(
-            backend="triton",
-            made_by="layerfuse.fusion.backends.triton.linear:plain_function_of",
-            refuses="layerfuse.fusion.backends.triton.linear:refuses_plain",
-            steps="layerfuse.fusion.backends.triton.linear:steps_of",
-        ),
-    ),
-    BLOCK_SCALED_EXPERTS: (
-        Kernel(
-            backend="triton",
-            made_by="layerfuse.fusion.backends.triton.experts:function_of",
-            refuses="layerfuse.fusion.backends.triton.experts:refuses",
-            steps="layerfuse.fusion.backends.triton.linear:steps_of",
-        ),
-    ),
+    GROUP_QUANT_LINEAR: _kernel("linear"),
+    BLOCK_SCALED_LINEAR: _kernel("linear"),
+    SCALED_LINEAR: _kernel("linear"),
+    FEW_TOKEN_LINEAR: _kernel("linear", "refuses_plain"),
+    BLOCK_SCALED_EXPERTS: _kernel("experts"),
 }
 """The ops, with their kernels beside the reference."""

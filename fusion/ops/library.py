@@ -292,16 +292,17 @@ def signature_maker(op: Op) -> Callable[..., Hashable]:
 
 def handed_on(op: Op) -> Callable[..., Callable[..., Any] | None] | None:
     """From the op's arguments to what takes such calls, as an argument names it for more tokens than few; None: no argument does."""
-    named = [each.name for each in op.args if isinstance(each, NamedOp)]
+    named, weight = (
+        [at for at, each in enumerate(op.args) if isinstance(each, kind)] for kind in (NamedOp, LinearWeight)
+    )
     if not named:
         return None
     names, tensors = (", ".join(each.name for each in op.args if each.is_tensor or every) for every in (True, False))
     source = f"lambda other: lambda {names}: other({tensors})"
     made = eval(compile(source, f"<beyond {op.name}>", "eval"))
-    place = [each.name for each in op.args].index(named[0])
 
     def more(*args: Any) -> Callable[..., Any] | None:
-        other = goes_beyond(args[0], args[place])
+        other = goes_beyond(args[0], args[weight[0]], args[named[0]])
         found: Callable[..., Any] | None = None if other is None else made(other)
         return found
 

@@ -11,15 +11,21 @@ from torch._library.utils import lookup_op
 
 from ..linear_ops import LARGE as LARGE
 from ..linear_ops import MOST as MOST
+from ..linear_ops import WIDEST as WIDEST
 from .quantisation import quantise, scale_shape
 
 BLOCK = 128
 """Columns that share a scale, and rows of a weight."""
 
 
-def goes_beyond(x: Tensor, beyond: str) -> Callable[..., Tensor] | None:
+def are_many(x: Tensor, weight: Tensor) -> bool:
+    """Whether no kernel for few tokens takes x (..., width) times a weight (columns, width)."""
+    return x.shape[:-1].numel() > MOST or len(weight) > WIDEST
+
+
+def goes_beyond(x: Tensor, weight: Tensor, beyond: str) -> Callable[..., Tensor] | None:
     """What takes this many tokens in the place of a kernel for few; None where they are few, or nothing is named."""
-    return op_of(beyond) if beyond and x.shape[:-1].numel() > MOST else None
+    return op_of(beyond) if beyond and are_many(x, weight) else None
 
 
 def scales_shape(weight: Tensor) -> tuple[int, int]:
@@ -37,7 +43,7 @@ def group_quant_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, use_ue8m0: bool, _steady: bool, beyond: str
 ) -> Tensor:
     """`layerfuse::group_quant_linear`."""
-    other = goes_beyond(x, beyond)
+    other = goes_beyond(x, weight, beyond)
     if other is not None:
         return other(x, weight, weight_scale)
     values, scales = quantise(x.reshape(-1, x.shape[-1]).float(), weight.dtype, BLOCK, False, use_ue8m0)
@@ -49,7 +55,7 @@ def block_scaled_linear(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, out_dtype: torch.dtype, _steady: bool, beyond: str
 ) -> Tensor:
     """`layerfuse::block_scaled_linear`."""
-    other = goes_beyond(x, beyond)
+    other = goes_beyond(x, weight, beyond)
     if other is not None:
         return other(x, x_scale, weight, weight_scale)
     rows = dequantised(x.reshape(-1, x.shape[-1]), x_scale.reshape(-1, x_scale.shape[-1]), 1)
@@ -73,7 +79,7 @@ def scaled_linear(
     beyond: str,
 ) -> Tensor:
     """`layerfuse::scaled_linear`."""
-    other = goes_beyond(x, beyond)
+    other = goes_beyond(x, weight, beyond)
     if other is not None:
         return other(x, x_scale, weight, weight_scale, bias)
     rows = x.reshape(-1, x.shape[-1]).float() * x_scale.reshape(-1, 1)

@@ -78,16 +78,16 @@ def built(name: str, columns: int, depth: int, early: bool) -> Iterator[dict[str
             x = torch.empty(tokens, depth, dtype=torch.bfloat16 if form in ("quantises", "plain") else fp8)
             if form == "quantised":
                 given = torch.ones(tokens, scale.shape[1])
-                linear.quantised_function_of(BLOCK_SCALED_LINEAR)(x, given, weight, scale, torch.bfloat16, True, "")
+                linear.function_of(BLOCK_SCALED_LINEAR)(x, given, weight, scale, torch.bfloat16, True, "")
             elif form == "channels":
                 given, channels, bias = torch.ones(tokens, 1), torch.ones(columns, 1), torch.ones(columns).bfloat16()
-                scaled = linear.scaled_function_of(SCALED_LINEAR)
+                scaled = linear.function_of(SCALED_LINEAR)
                 scaled(x, given, weight, channels, bias, torch.bfloat16, True, "")
             elif form == "quantises":
                 linear.function_of(GROUP_QUANT_LINEAR)(x, weight, scale, False, True, "")
             else:
                 plain = torch.empty(columns, depth, dtype=torch.bfloat16)
-                linear.plain_function_of(FEW_TOKEN_LINEAR)(x, plain, torch.empty_like(plain[:, 0]), True)
+                linear.function_of(FEW_TOKEN_LINEAR)(x, plain, torch.empty_like(plain[:, 0]), True)
             yield several.pop() | {"tokens": tokens, "form": form}
 
 

@@ -11,7 +11,7 @@ from helpers import in_turn
 
 from layerfuse.fusion import backends, ops
 from layerfuse.fusion.backends.triton import linear
-from layerfuse.fusion.ops.linear import MOST, dequantised, scales_shape
+from layerfuse.fusion.ops.linear import MOST, WIDEST, dequantised, scales_shape
 from layerfuse.fusion.ops.quantisation import quantise
 
 GPU = torch.cuda.is_available()
@@ -235,6 +235,9 @@ def test_more_tokens_are_the_other_ops() -> None:
             assert counted == {"group_quant_linear": 1}
         few = given | {"x": given["x"][:MOST]}
         assert not ops.group_quant_linear(**few, beyond="layerfuse_test_linears::product").eq(1).all()
+        wide = given_of(1, WIDEST + 1, 128)
+        for _ in range(2):
+            assert ops.group_quant_linear(**wide, beyond="layerfuse_test_linears::product").eq(1).all()
     finally:
         backends.force(None)
 

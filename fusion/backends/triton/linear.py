@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...declare import Op
-from ...linear_ops import WIDEST
+from ...declare import BlockScales, Op
 from ...ops import linear
 from ...ops.quantisation import LARGEST
 from . import launcher, refuses_fp8
@@ -137,95 +136,24 @@ def steps_of(case: Any) -> tuple[int, ...]:  # noqa: ARG001 (every backend is as
     return buckets()
 
 
-def quantised_function_of(op: Op) -> Callable[..., Any]:
-    """As `function_of`, of an op that takes quantised activations."""
-    name = op.name
-
-    def function(
-        x: Tensor,
-        scale: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        out_dtype: torch.dtype,
-        steady: bool,
-        beyond: str,
-    ) -> Tensor:
-        tokens = x.shape[:-1].numel()
-        make_ready(x.device)
-        if tokens > linear.MOST or len(weight) > WIDEST:
-            if beyond:
-                return linear.op_of(beyond)(x, scale, weight, weight_scale)
-            return linear.block_scaled_linear(x, scale, weight, weight_scale, out_dtype, steady, beyond)
-        out = torch.empty((*x.shape[:-1], len(weight)), dtype=out_dtype, device=x.device)
-        if tokens:
-            # A view has no layout of scales by columns where the tokens have several dimensions.
-            rows = scale if scale.dim() == 2 else scale.reshape(tokens, -1)
-            _launch(name, x.reshape(tokens, -1), rows, weight, weight_scale, out, False, steady)
-        return out
-
-    return function
-
-
 def function_of(op: Op) -> Callable[..., Any]:
-    """The function that takes the op's arguments by position and launches the kernel."""
-    name = op.name
+    """The function that takes an op's arguments by position and launches its kernel.
 
-    def function(x: Tensor, weight: Tensor, weight_scale: Tensor, use_ue8m0: bool, steady: bool, beyond: str) -> Tensor:
-        tokens = x.shape[:-1].numel()
+    More tokens than few go to the op's reference, which knows what they are handed on to.
+    """
+    names = [argument.name for argument in op.args[1:]]
+    launch = _launch if any(isinstance(argument, BlockScales) for argument in op.args) else _launch_plain
+    reference = getattr(linear, op.name)
+
+    def function(x: Tensor, *others: Any) -> Any:
+        given = dict(zip(names, others, strict=True))
+        tokens, weight = x.shape[:-1].numel(), given["weight"]
         make_ready(x.device)
-        if tokens > linear.MOST or len(weight) > WIDEST:
-            if beyond:
-                return linear.op_of(beyond)(x, weight, weight_scale)
-            return linear.group_quant_linear(x, weight, weight_scale, use_ue8m0, steady, beyond)
-        out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
+        if linear.are_many(x, weight):
+            return reference(x, *others)
+        out = torch.empty((*x.shape[:-1], len(weight)), dtype=given.get("out_dtype", x.dtype), device=x.device)
         if tokens:
-            _launch(name, x.reshape(tokens, -1), None, weight, weight_scale, out, use_ue8m0, steady)
-        return out
-
-    return function
-
-
-def plain_function_of(op: Op) -> Callable[..., Any]:
-    """As `function_of`, of an op whose weight is as wide as its activations are."""
-    name = op.name
-
-    def function(x: Tensor, weight: Tensor, bias: Tensor | None, steady: bool) -> Tensor:
-        tokens = x.shape[:-1].numel()
-        make_ready(x.device)
-        if tokens > linear.MOST or len(weight) > WIDEST:
-            return linear.few_token_linear(x, weight, bias, steady)
-        out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
-        if tokens:
-            _launch_plain(name, x.reshape(tokens, -1), None, weight, None, bias, out, steady)
-        return out
-
-    return function
-
-
-def scaled_function_of(op: Op) -> Callable[..., Any]:
-    """As `function_of`, of an op whose weight and activations have scales of whole rows."""
-    name = op.name
-
-    def function(
-        x: Tensor,
-        scale: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-        steady: bool,
-        beyond: str,
-    ) -> Tensor:
-        tokens = x.shape[:-1].numel()
-        make_ready(x.device)
-        if tokens > linear.MOST or len(weight) > WIDEST:
-            if beyond:
-                return linear.op_of(beyond)(x, scale, weight, weight_scale, bias)
-            return linear.scaled_linear(x, scale, weight, weight_scale, bias, out_dtype, steady, beyond)
-        out = torch.empty((*x.shape[:-1], len(weight)), dtype=out_dtype, device=x.device)
-        if tokens:
-            rows = scale if scale.dim() == 2 else scale.reshape(-1, 1)
-            _launch_plain(name, x.reshape(tokens, -1), rows, weight, weight_scale, bias, out, steady)
+            launch(op.name, x.reshape(tokens, -1), given, out)
         return out
 
     return function
@@ -257,17 +185,13 @@ def counters(device: torch.device) -> Tensor:
     return slab[_slots.setdefault((device, stream), len(_slots)) % _SLOTS]
 
 
-def _launch(
-    name: str,
-    x: Tensor,
-    scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    out: Tensor,
-    use_ue8m0: bool,
-    steady: bool,
-) -> None:
+def _launch(name: str, x: Tensor, given: dict[str, Any], out: Tensor) -> None:
+    """With scales of blocks. given: the op's other arguments."""
+    weight, weight_scale, steady = given["weight"], given["weight_scale"], given["steady"]
+    scale, use_ue8m0 = given.get("x_scale"), given.get("use_ue8m0", False)
     (tokens, depth), columns = x.shape, len(weight)
+    if scale is not None and scale.dim() != 2:  # a view has no layout of scales by columns of several dimensions
+        scale = scale.reshape(tokens, -1)
     most = next(each for each in buckets() if tokens <= each)
     shape = shape_of(depth, most, scale is not None)
     tiles = -(-columns // shape.tile)
@@ -294,17 +218,13 @@ def _launch(
     )  # fmt: skip
 
 
-def _launch_plain(
-    name: str,
-    x: Tensor,
-    scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    steady: bool,
-) -> None:
+def _launch_plain(name: str, x: Tensor, given: dict[str, Any], out: Tensor) -> None:
+    """With scales of whole rows, or none. given: the op's other arguments."""
+    weight, bias, steady = given["weight"], given["bias"], given["steady"]
+    scale, weight_scale = given.get("x_scale"), given.get("weight_scale")
     (tokens, depth), columns = x.shape, len(weight)
+    if scale is not None and scale.dim() != 2:
+        scale = scale.reshape(-1, 1)
     most = next(each for each in buckets() if tokens <= each)
     shape = (plain_shape_of if scale is None else scaled_shape_of)(columns, depth, most)
     tiles = -(-columns // shape.tile)
