@@ -1,8 +1,8 @@
 """Models at their published widths and with few layers, as folders that vLLM loads without a network, and their random weights.
 
 Published are the configs in `tests/engines/checkpoints`, and in `checkpoints` here what no test needs (huggingface.co/Qwen/Qwen3-32B-FP8,
-Qwen/Qwen3-4B, meta-llama/Llama-3.3-70B-Instruct). What is smaller here is said in `SHAPES`: layers, and the vocabulary, which no
-decode graph holds.
+Qwen/Qwen3-4B, meta-llama/Llama-3.3-70B-Instruct; MiniMax-M3's are the defaults of vLLM 0.33's class for it, which mirror its checkpoint). What is
+smaller here is said in `SHAPES`: layers, and the vocabulary, which no decode graph holds.
 """
 
 from __future__ import annotations
@@ -31,6 +31,18 @@ INT4_EXPERTS = {  # compressed-tensors' w4a16 of Kimi-K2.5: experts alone, in gr
 }  # fmt: skip
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
+
+def sparse_layers(which: list[int]) -> dict[str, Any]:
+    """MiniMax-M3's keys for layers whose attention is sparse (1) or not (0), with one of its four index heads."""
+    return {
+        "sparse_attention_config": {
+            "use_sparse_attention": True, "sparse_index_dim": 128, "sparse_num_index_heads": 1, "sparse_topk_blocks": 16,
+            "sparse_block_size": 128, "sparse_disable_index_value": which, "sparse_score_type": "max", "sparse_init_block": 0,
+            "sparse_local_block": 1, "sparse_attention_freq": which,
+        }
+    }  # fmt: skip
+
+
 _EIGHTH = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
@@ -40,6 +52,21 @@ _EIGHTH = {
 _DENSE = {"num_hidden_layers": 4, "first_k_dense_replace": 4, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 _ALL_DENSE = {**_DENSE, "num_hidden_layers": 6, "first_k_dense_replace": 6, "quantization_config": BLOCKS}
 _ALL_MIXED = {"num_hidden_layers": 3, "first_k_dense_replace": 0, "quantization_config": BLOCKS}
+_GLM_EIGHTH = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 1536,
+    "moe_intermediate_size": 256,
+}
+_M3_EIGHTH = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "intermediate_size": 384,
+    "dense_intermediate_size": 1536,
+    "shared_intermediate_size": 384,
+}
+_M3_DENSE = {**_M3_EIGHTH, "num_hidden_layers": 6, "moe_layer_freq": [0] * 6, **sparse_layers([0] * 6)}
+_M3_MIXED = {**_M3_EIGHTH, "num_hidden_layers": 4, "moe_layer_freq": [1] * 4, **sparse_layers([1] * 4)}
 _GPT_OSS = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -79,6 +106,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss-20b": ("gpt-oss-20b", {"quantization_config": _GPT_OSS["quantization_config"]}),
     "deepseek-v3.2-rank8-dense": ("deepseek-v3.2", {**_ALL_DENSE, **_EIGHTH}),
+    "deepseek-v3.2-rank8-mixture": ("deepseek-v3.2", {**_ALL_MIXED, **_EIGHTH}),
+    # The indexer is whole on each rank.
+    "glm-5-rank8-dense": ("glm-5", {**_ALL_DENSE, **_GLM_EIGHTH}),
+    "glm-5-rank8-mixture": ("glm-5", {**_ALL_MIXED, **_GLM_EIGHTH}),
+    # Three delta nets and one attention, as published; but for the first layer, published MLPs are mixtures in MXFP4.
+    "kimi-k3-rank8-dense": (
+        "kimi-k3",
+        {"num_hidden_layers": 4, "first_k_dense_replace": 4, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 74, "intermediate_size": 4224,
+         "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 128, "num_heads": 12, "short_conv_kernel_size": 4,
+                                "gate_lower_bound": -5.0, "use_full_rank_gate": True}},
+    ),
+    # Each of eight ranks has one of the four heads for keys, two ranks the same. In blocks as vLLM quantises it online (fp8_per_block).
+    "minimax-m3-rank8-dense": ("minimax-m3", _M3_DENSE),
+    "minimax-m3-rank8-dense-fp8": ("minimax-m3", {**_M3_DENSE, "quantization_config": BLOCKS}),
+    "minimax-m3-rank8-mixture": ("minimax-m3", _M3_MIXED),
+    "minimax-m3-rank8-mixture-fp8": ("minimax-m3", {**_M3_MIXED, "quantization_config": BLOCKS}),
     # Attention, dense layers and shared experts whole on each rank, and whole experts, 32 of 256. Each of eight such ranks sends
     # eight tokens' worth to experts and takes as much: 8 of 32 per token of its own.
     "deepseek-v3-dp-dense": ("deepseek-v3", {**_ALL_DENSE, "num_hidden_layers": 4, "first_k_dense_replace": 4}),
@@ -129,7 +172,10 @@ def folder_of(shape: str, below: Path) -> Path:
     config = next(
         json.loads(path.read_text()) for path in (each / base / "config.json" for each in CHECKPOINTS) if path.exists()
     )
+    outer = config
     config = config.get("text_config", config)
+    # vLLM knows some by the name of the whole alone, and not by what is said of the text.
+    whole = "text_config" in outer and "architectures" not in config
     config = config | {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
     config = {key: value for key, value in {**config, **changes}.items() if value is not None}
     config.setdefault("torch_dtype", "bfloat16")
@@ -137,6 +183,9 @@ def folder_of(shape: str, below: Path) -> Path:
         config["max_position_embeddings"] = int(
             config["rope_scaling"]["original_max_position_embeddings"] * config["rope_scaling"]["factor"]
         )
+    if whole:
+        quantised = config.pop("quantization_config", None)
+        config = {**outer, "text_config": config, **({"quantization_config": quantised} if quantised else {})}
     path = below / shape
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=1))

@@ -117,6 +117,18 @@ _SEAMS = {
     "linears": Arm((*_NORMS, *_INNER, _FEW)),
     "seams_deep_gemm": Arm((*_NORMS, *_INNER), way="deep_gemm"),
 }
+# Models of its own that vLLM does not compile by default: its ways to run them, and ours.
+_OWN_WAYS = {"vllm": Way(), "deep_gemm": Way(variables=_FLASHINFER_OFF)}
+_V32_SEAMS = {
+    "norms": Arm(_NORMS),
+    "seams": Arm((*_NORMS, "silu_mul_group_quant", "add_rms_norm")),
+    "linears": Arm((*_NORMS, "silu_mul_group_quant", "add_rms_norm", _FEW)),
+}
+_M3_SEAMS = {
+    "norms": Arm((*_NORMS, "add_rms_norm")),
+    "linears": Arm((*_NORMS, "add_rms_norm", _FEW)),
+}
+_K3_SEAMS = {"norms": Arm(("gated_rms_norm",)), "seams": Arm(("gated_rms_norm", "mla_dual_rms_norm"))}
 STAGES = {
     # The shapes that are served: what one rank holds, with random weights, on one GPU.
     "deepseek-v3-rank8-dense": Stage("deepseek-v3-rank8-dense", _BLOCKS_MLA, _WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
@@ -135,7 +147,18 @@ STAGES = {
     "qwen3-next-fp8": Stage("qwen3-next-fp8", _BLOCKS | {"gated": _GATED}, _WAYS, variables=_SKIP, engine=_UNTRIED | {"gdn_prefill_backend": "triton"}, cache=8 << 30, needs=230),
     # The same where vLLM compiles nothing.
     "deepseek-v3-rank8-dense-uncompiled": Stage("deepseek-v3-rank8-dense", _SEAMS, _UNCOMPILED, variables=_SKIP | _BREAKABLE, engine=_UNTRIED, needs=230),
-    "deepseek-v3.2-rank8-dense": Stage("deepseek-v3.2-rank8-dense", {"norms": Arm(_NORMS), "seams": Arm((*_NORMS, "silu_mul_group_quant")), "linears": Arm((*_NORMS, "silu_mul_group_quant", _FEW))}, {"vllm": Way()}, variables=_SKIP, engine=_UNTRIED, needs=230),
+    **{
+        shape: Stage(shape, _V32_SEAMS, _OWN_WAYS, variables=_SKIP, engine=_UNTRIED, cache=cache, needs=230)
+        for shape, cache in {
+            "deepseek-v3.2-rank8-dense": 4 << 30, "deepseek-v3.2-rank8-mixture": 2 << 30, "glm-5-rank8-dense": 4 << 30, "glm-5-rank8-mixture": 2 << 30,
+        }.items()
+    },
+    # Linears of bfloat16, of which no op stands at module level, and whose latents and gated norms alone are not vLLM's already.
+    "kimi-k3-rank8-dense": Stage("kimi-k3-rank8-dense", _K3_SEAMS, engine=_UNTRIED, needs=150),
+    "minimax-m3-rank8-dense": Stage("minimax-m3-rank8-dense", {"norms": Arm(("add_rms_norm",))}, engine=_UNTRIED, needs=150),
+    "minimax-m3-rank8-mixture": Stage("minimax-m3-rank8-mixture", {"norms": Arm(("add_rms_norm",))}, engine=_UNTRIED, needs=150),
+    "minimax-m3-rank8-dense-fp8": Stage("minimax-m3-rank8-dense-fp8", _M3_SEAMS, _OWN_WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
+    "minimax-m3-rank8-mixture-fp8": Stage("minimax-m3-rank8-mixture-fp8", _M3_SEAMS, _OWN_WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
     # Attention alone.
     "mla16": Stage("mla-16", _DECODE, _KERNELS),
     "mla128": Stage("mla-128", _DECODE, _KERNELS),

@@ -220,10 +220,14 @@ def build_default(
 
     ``more`` are further keys of its config.
     """
-    recipe = DEFAULTS[architecture]
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+    with tempfile.TemporaryDirectory() as folder:
         write_config(architecture, Path(folder), quant, **more)
+        return build_in(folder, architecture, DEFAULTS[architecture], tp=tp, rank=rank)
+
+
+def build_in(folder: str, architecture: str, recipe: Recipe, *, tp: int = 1, rank: int = 0) -> tuple[nn.Module, Any]:
+    """Build the model whose config lies in a folder as one of several ranks: the model, and its text config."""
+    with contextlib.ExitStack() as stack:
         stack.enter_context(without_gpu())
         stack.enter_context(kernels())
         model_class = import_model(recipe.model_class)
