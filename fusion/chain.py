@@ -117,12 +117,8 @@ class Fusion:
     "Its kernels, the preferred one first: AITER and Triton for a chain of the family. The op's reference comes after them."
     limit: Limit | None = field(default=None, repr=False)
     "Up to how many tokens it is taken at a site; None: any number, everywhere."
-    also: tuple[Op, ...] = field(default=(), repr=False)
-    "Ops that it is put there with as well, where another chain has done a part of it."
-    goes_with: str | None = None
-    "A word of `formats.FORMATS`: in an engine it is on where a chain that quantises so is, unless it is switched. None: it goes alone."
-    in_all: bool = True
-    "Whether `all` asks for it."
+    opt_in: bool = False
+    "Whether it is on by its own name alone: `all` does not ask for it."
     owner: str = LAYERFUSE
     "The package that declares it."
     entry_point: str = ""
@@ -133,10 +129,13 @@ class Fusion:
         problems = [*self._bad_steps()]
         if problems:
             raise FusionError(f"{self.name}: {problems[0]}")
-        return op_of(self.name, self.chain)
+        own = self.chain[0].own_op if len(self.chain) == 1 else None
+        return op_of(self.name, self.chain) if own is None else own
 
     @backends.default
     def _family(self) -> tuple[Kernel, ...]:
+        if self._by_hand is not None:
+            return self._by_hand.own_kernels
         # A class that is derived from one of ours computes something else.
         if not self._is_composed or not all(step.is_ours for step in self.chain):
             return ()
@@ -162,12 +161,19 @@ class Fusion:
         op: Any = self.op
         return isinstance(op, Op) and op.chain is not None
 
+    @property
+    def _by_hand(self) -> Step | None:
+        """Its only step, where the op is that step's own."""
+        only: Any = self.chain[0] if len(self.chain) == 1 else None
+        return only if isinstance(only, Step) and only.own_op is self.op else None
+
     @cached_property
     def forms(self) -> tuple[Form, ...]:
-        """The forms in the order in which they are tried: padded, then the chain itself, then the one that keeps the norm."""
-        found = [Form(chain=self.chain, op=op) for op in (self.op, *self.also)]
+        """The forms in the order in which they are tried: padded, then the chain itself, then those with less, or that keep the norm."""
+        found = [Form(chain=self.chain, op=self.op)]
         if not self._is_composed:
-            return tuple(found)
+            parts = () if self._by_hand is None else self._by_hand.in_parts
+            return (*found, *(Form(chain=(part,), op=part.own_op) for part in parts if part.own_op is not None))
         if self.pads:
             chain = (*self.chain, Pad())
             found.insert(0, Form(chain=chain, op=op_of(f"{self.name}_pad", chain)))
@@ -187,7 +193,12 @@ class Fusion:
     @property
     def takes_any_number(self) -> bool:
         """Whether a graph for any number of tokens may hold its op, which does the chain in pieces beyond its range."""
-        return self.across_ranks
+        return any(step.takes_any_number for step in self.chain)
+
+    @property
+    def goes_with(self) -> str | None:
+        """As `Step.goes_with`, of whichever of its steps says it."""
+        return next((step.goes_with for step in self.chain if step.goes_with is not None), None)
 
     @property
     def across_ranks(self) -> bool:

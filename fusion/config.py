@@ -221,7 +221,7 @@ class FusionConfig:
         if words == ["all"]:
             return cls(
                 level=2,
-                switches={name: True for name, fusion in FUSIONS.items() if fusion.in_all},
+                switches={name: True for name, fusion in FUSIONS.items() if not fusion.opt_in},
                 origin=origin,
                 strict=strict,
             )

@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...adapters.errors import FOREIGN
-from ...fusion.catalog.few_token_linear import BLOCKS
+from ...fusion.linear_ops import BLOCK_SCALED_LINEAR, GROUP_QUANT_LINEAR
+from ...fusion.match.calls import Call
+from ...fusion.match.linears import FoundLinear, Reader
 from ...fusion.match.values import value
 from ...fusion.ops.linear import scales_shape
-from ..linears import Linears
 from ..native import NotNativeError, native_function
 
 KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.flashinfer"
@@ -73,6 +74,7 @@ _LIBRARY.define(
 _LIBRARY.impl("block_product", multiply, "CompositeExplicitAutograd")
 torch.library.register_fake("layerfuse_vllm::block_product", _fake, lib=_LIBRARY)
 PRODUCT = torch.ops.layerfuse_vllm.block_product.default
+QUANTISE = torch.ops.layerfuse.quantise_group.default
 
 
 def _own(x: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
@@ -165,7 +167,7 @@ class TakenOut:
         self._products.append(product)
 
     def _quantise(self, x: Node, rounds: bool) -> tuple[Node, Node]:
-        both = self._call(torch.ops.layerfuse.quantise_group.default, x, torch.float8_e4m3fn, GROUP, True, True, rounds)
+        both = self._call(QUANTISE, x, torch.float8_e4m3fn, GROUP, True, True, rounds)
         values, scales = (self._call(operator.getitem, both, at) for at in (0, 1))
         return values, scales
 
@@ -175,25 +177,16 @@ class TakenOut:
             node.meta["val"] = target(*torch.fx.map_arg(args, value))
         return node
 
-    def put_back(self, linears: Linears) -> None:
-        """Let few tokens be multiplied by layerfuse, and more by DeepGEMM where a fusion has taken a quantisation, else by vLLM's op."""
-        left = {values for values, _ in self._quantised.values()}
+    def put_back(self) -> None:
+        """What no fusion has taken, and whose few tokens are vLLM's too, is its op again."""
         for product in self._products:
-            values, scales, weight, weight_scale, rounds = product.args
-            # What a fusion that quantises nothing gives, where one stands in front.
-            x = values.args[0].args[0] if values in left else None
-            op = (BLOCK_LINEAR if x is None else LINEAR)._opname if is_layerfuses(weight, weight_scale, x) else None
-            few = linears.replaces(product, BLOCKS, op)
-            if x is not None:
-                again: tuple[Any, ...] = (getattr(torch.ops.vllm, NAME).default, x, weight, weight_scale, GROUP, rounds)
-                if few:
-                    again = LINEAR, x, weight, weight_scale, False, True, BEYOND[rounds][1]
-            elif few:
-                again = BLOCK_LINEAR, values, scales, weight, weight_scale, torch.bfloat16, True, BEYOND[rounds][0]
-            else:
+            x = None if product._erased else _unquantised(product.args[0])
+            if x is None:
                 continue
+            _, _, weight, weight_scale, rounds = product.args
             with self._graph.inserting_before(product):
-                node = self._graph.call_function(again[0], again[1:])
+                given = x, weight, weight_scale, GROUP, rounds
+                node = self._graph.call_function(getattr(torch.ops.vllm, NAME).default, given)
             node.meta = dict(product.meta)
             product.replace_all_uses_with(node)
             self._graph.erase_node(product)
@@ -201,6 +194,42 @@ class TakenOut:
             for node in (*both, both[0].args[0]):
                 if isinstance(node, Node) and not node.users and not node._erased:
                     self._graph.erase_node(node)
+
+
+def _unquantised(values: Any) -> Any:
+    """What a quantisation takes that was taken out and that no fusion has replaced; None where one has."""
+    both = values.args[0] if isinstance(values, Node) and values.target is operator.getitem else None
+    return both.args[0] if isinstance(both, Node) and both.target is QUANTISE else None
+
+
+def quantised_way(values: Any, scales: Any, weight: Any, weight_scale: Any, beyond: str) -> dict[str, dict[str, Any]]:
+    """As `FoundLinear.ways`, of activations that are quantised in front."""
+    given = {
+        "x": values,
+        "x_scale": scales,
+        "weight": weight,
+        "weight_scale": weight_scale,
+        "out_dtype": torch.bfloat16,
+    }
+    return {BLOCK_SCALED_LINEAR.name: given | {"steady": True, "beyond": beyond}}
+
+
+def _read(call: Call) -> FoundLinear | None:
+    """layerfuse_vllm::block_product: few tokens are layerfuse's, and more DeepGEMM's where a fusion has taken the quantisation, else vLLM's op's."""
+    values, scales, weight, weight_scale, rounds = call.node.args
+    x = _unquantised(values)
+    if not is_layerfuses(weight, weight_scale, x):
+        return None
+    ways = quantised_way(values, scales, weight, weight_scale, BEYOND[rounds][0])
+    if x is not None:
+        given = {"x": x, "weight": weight, "weight_scale": weight_scale, "steady": True, "beyond": BEYOND[rounds][1]}
+        ways = {GROUP_QUANT_LINEAR.name: given}
+    return FoundLinear(out=call.node, ways=ways, nodes=(call.node,))
+
+
+READERS = (
+    Reader(op="layerfuse_vllm::block_product", gives=(GROUP_QUANT_LINEAR.name, BLOCK_SCALED_LINEAR.name), read=_read),
+)
 
 
 def is_layerfuses(weight: Any, weight_scale: Any, x: Any = None) -> bool:

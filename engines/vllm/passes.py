@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import attrs
 import torch.fx
 from torch.fx import Graph
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.distributed import parallel_state
 
 from ...fusion.catalog import FUSIONS
+from ...fusion.match.linears import READERS, Reader
 from ...fusion.planning import Plan
-from ...fusion.report import GraphRecord
 from ...fusion.rewrite import Pipeline
-from ..linears import Linears
 from ..process import troubled
 from ..whose import module_of
-from . import plain_products, products, scaled_products
+from . import inside, products, scaled_products
 from .few_tokens import looks_inside
 from .inside import TakenOut, why_not
 from .native import why_not_all_reduce, why_not_ops
@@ -56,18 +53,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
 
     def _rewrite(self, graph: Graph) -> None:
         taken = TakenOut(graph) if looks_inside(self.pipeline.plan) else None
-        self.pipeline(graph, partial(self._multiply, taken))
-
-    def _multiply(self, taken: TakenOut | None, graph: Graph, record: GraphRecord) -> GraphRecord:
-        """Let few tokens of linears be multiplied by layerfuse where the plan expects that."""
-        linears = Linears(self.pipeline.plan, self.pipeline.around)
-        if taken is not None:
-            taken.put_back(linears)
-        if products.why_not() is None:
-            products.put_in(graph, linears)
-        plain_products.put_in(graph, linears)
-        scaled_products.put_in(graph, linears)
-        return attrs.evolve(record, uses=(*record.uses, *linears.uses), others=tuple(linears.others))
+        self.pipeline(graph, readers(), None if taken is None else taken.put_back)
 
     def uuid(self) -> str:
         """Part of Inductor's key: changes with the key of the module (`keys.key_for`), with the group, and where a piece is distrusted.
@@ -81,6 +67,12 @@ class FusionPass(InductorPass):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         return self
+
+
+def readers() -> tuple[Reader, ...]:
+    """Of the products of linears in vLLM's graphs, torch's among them."""
+    blocks = products.READERS if products.why_not() is None else ()
+    return (*inside.READERS, *blocks, *scaled_products.READERS, *READERS)
 
 
 def why_not_now(plan: Plan) -> str | None:

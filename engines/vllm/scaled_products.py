@@ -7,23 +7,15 @@ Blackwell): compressed-tensors' w8a8, and fp8 with static or dynamic activations
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
 
-from ...fusion.catalog.few_token_linear import ROWS
-from ...fusion.linear_ops import LARGE
-from ...fusion.match.calls import Call, call_of, name_of_op
+from ...fusion.linear_ops import LARGE, SCALED_LINEAR
+from ...fusion.match.calls import Call
+from ...fusion.match.linears import FoundLinear, Reader, is_parameter, turned
 from ...fusion.match.values import is_contiguous, same_shape, value
-from ..linears import Linears
-from .products import put_in_place, turned
-
-aten = torch.ops.aten
-CUTLASS = "_C::cutlass_scaled_mm"
-"""(out, a, b, a_scales, b_scales, bias); b is (depth, columns), column by column."""
-LINEAR = torch.ops.layerfuse.scaled_linear.default
+from ...fusion.rewrite.layouts import Made
 
 
 def _cutlass(
@@ -45,31 +37,19 @@ for _dtype, _name in ((torch.bfloat16, "scaled_product_bfloat16"), (torch.float1
     BEYOND[_dtype] = f"layerfuse_vllm::{_name}"
 
 
-def put_in(graph: Graph, linears: Linears) -> None:
-    """Let few tokens be multiplied by layerfuse where linears expect that, in place. Products with scales of blocks, and by what is written to, stay."""
-    for node in list(graph.nodes) if ROWS in linears.fusions else ():
-        if name_of_op(node) == CUTLASS:
-            call = call_of(node)
-            if linears.replaces(node, ROWS, LINEAR._opname if _fits(call) else None):
-                _replace(graph, call)
-
-
-def _fits(call: Call) -> bool:
-    """Whether layerfuse's kernel reads all of it, and gives what it gives."""
-    parameters = [each for each in (_held(call[2]), call[4], call[5]) if each is not None]
-    if not all(isinstance(each, Node) and each.op in ("placeholder", "get_attr") for each in parameters):
-        return False
-    values, turned_weight, scales, weight_scale = (value(call[place]) for place in (1, 2, 3, 4))
-    every, result = (values, turned_weight, scales, weight_scale), value(call.results.get(0))
-    if call.parts or not all(isinstance(each, Tensor) for each in (*every, result)):
-        return False
-    # One of so many tokens is another activation.
-    if not all(type(size) is int for each in parameters for size in value(each).shape):
-        return False
-    if values.dim() != 2 or turned_weight.dim() != 2:
-        return False
-    (tokens, depth), columns, bias = values.shape, turned_weight.shape[1], value(call[5])
-    return (
+def _read(call: Call) -> FoundLinear | None:
+    """What layerfuse's kernel is given; None where it does not read all of it, or does not give what the call gives."""
+    before = turned(call[2])  # vLLM turns the weight once, when it is loaded, or in the graph
+    parameters = [call[2] if before is None else before, *(each for each in (call[4], call[5]) if each is not None)]
+    out = call.results.get(0)
+    every = [value(call[place]) for place in (1, 2, 3, 4)]
+    if call.parts or out is None or not all(map(is_parameter, parameters)):
+        return None
+    if not all(isinstance(each, Tensor) for each in every) or not every[0].dim() == every[1].dim() == 2:
+        return None
+    values, turned_weight, scales, weight_scale = every
+    (tokens, depth), columns, bias, result = values.shape, turned_weight.shape[1], value(call[5]), value(out)
+    fits = (
         depth * columns < LARGE
         and values.dtype == turned_weight.dtype == torch.float8_e4m3fn
         and turned_weight.shape[0] == depth
@@ -82,24 +62,19 @@ def _fits(call: Call) -> bool:
         and same_shape(result.shape, (tokens, columns))
         and (bias is None or (bias.dtype == result.dtype and tuple(bias.shape) == (columns,) and bias.stride(0) == 1))
     )
-
-
-def _held(weight: Any) -> Any:
-    """The parameter that a turned weight is: vLLM turns it once, when it is loaded, or in the graph."""
-    before = turned(weight)
-    return weight if before is None else before
+    if not fits:
+        return None
+    weight = Made(of=call[2], turned=True, val=turned_weight.permute(1, 0)) if before is None else before
+    given = {
+        "x": call[1], "x_scale": call[3], "weight": weight, "weight_scale": call[4], "bias": call[5], "out_dtype": result.dtype,
+        "steady": True, "beyond": BEYOND[result.dtype],
+    }  # fmt: skip
+    return FoundLinear(out=out, ways={SCALED_LINEAR.name: given}, nodes=(*call.nodes, *call.buffers))
 
 
 def _is_one(scales: Tensor) -> bool:
     return all(type(size) is int and size == 1 for size in scales.shape)
 
 
-def _replace(graph: Graph, call: Call) -> None:
-    weight = turned(call[2])
-    if weight is None:
-        with graph.inserting_before(call.node), torch.no_grad():
-            weight = graph.call_function(aten.permute.default, (call[2], [1, 0]))
-            weight.meta["val"] = value(call[2]).permute(1, 0)
-    dtype = value(call.results[0]).dtype
-    given = call[1], call[3], weight, call[4], call[5], dtype, True, BEYOND[dtype]
-    put_in_place(graph, call, call.results[0], LINEAR, given)
+READERS = (Reader(op="_C::cutlass_scaled_mm", gives=(SCALED_LINEAR.name,), read=_read),)
+"""(out, a, b, a_scales, b_scales, bias); b is (depth, columns), column by column."""

@@ -9,7 +9,7 @@ from ...adapters.linear_specs import weight_spec
 from ..chain import Fusion, Linear
 from ..engine import Engine
 from ..limits import TokenLimit
-from ..linear_ops import BLOCK_SCALED_LINEAR, FEW_TOKEN_LINEAR, GROUP_QUANT_LINEAR, LARGE, LINEARS, MOST, SCALED_LINEAR
+from ..linear_ops import BLOCK_SCALED_LINEAR, FEW_TOKEN_LINEAR, GROUP_QUANT_LINEAR, LARGE, MOST, SCALED_LINEAR
 from ..sites import LINEAR, Site
 from ..target import Target
 
@@ -68,10 +68,8 @@ FUSIONS = (
                 weights=tuple(weight_spec(dtype, "plain", None) for dtype in ("bfloat16", "float16")),
             ),
         ),
-        op=FEW_TOKEN_LINEAR,
-        backends=LINEARS[FEW_TOKEN_LINEAR],
         limit=limit,
-        in_all=False,
+        opt_in=True,
     ),
     Fusion(
         name=BLOCKS,
@@ -81,17 +79,14 @@ FUSIONS = (
         chain=(
             Linear(
                 op=GROUP_QUANT_LINEAR,
+                behind=BLOCK_SCALED_LINEAR,
                 weights=(weight_spec("float8_e4m3fn", "block", (128, 128)),),
                 schemes=("group",),
                 group_size=128,
-                quantises=True,
+                goes_with="group",
             ),
         ),
-        op=GROUP_QUANT_LINEAR,
-        also=(BLOCK_SCALED_LINEAR,),
-        backends=LINEARS[GROUP_QUANT_LINEAR],
         limit=timed_limit,
-        goes_with="group",
     ),
     Fusion(
         name=ROWS,
@@ -106,9 +101,7 @@ FUSIONS = (
                 fewer=LARGE,
             ),
         ),
-        op=SCALED_LINEAR,
-        backends=LINEARS[SCALED_LINEAR],
         limit=limit,
-        in_all=False,
+        opt_in=True,
     ),
 )

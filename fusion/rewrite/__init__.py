@@ -9,14 +9,15 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from ...adapters.errors import ArgumentError, shown
 from .. import backends
+from ..match.linears import READERS, Reader
 from ..planning import Plan
 from ..report import GraphRecord, Report
 from .attribution import ModuleIndex
@@ -24,9 +25,6 @@ from .driver import Driver
 from .identity import key_of
 from .lowering import LowerCanonicalPass
 from .ranks import asks_ranks
-
-Beside: TypeAlias = Callable[[Graph, GraphRecord], GraphRecord]
-"""Rewrites a graph behind the driver, in place: from the record of that to the record of both."""
 
 _here: weakref.WeakValueDictionary[str, Pipeline] = weakref.WeakValueDictionary()
 """The pipelines of this process by their token: a copy finds the report of its original here."""
@@ -56,11 +54,21 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
         self._token = uuid.uuid4().hex
         _here[self._token] = self
 
-    def __call__(self, graph: Graph, beside: Beside | None = None) -> None:
-        """Rewrite the graph in place and add its record to the report. `beside`: puts in what an engine's own pass does."""
-        self.rewrite(graph, beside)
+    def __call__(
+        self, graph: Graph, readers: Sequence[Reader] = READERS, behind: Callable[[], None] | None = None
+    ) -> None:
+        """Rewrite the graph in place and add its record to the report.
 
-    def rewrite(self, graph: Graph, beside: Beside | None = None) -> GraphRecord:
+        Args:
+            graph: any.
+            readers: of the products of linears, an engine's own among them.
+            behind: called when all is rewritten.
+        """
+        self.rewrite(graph, readers, behind)
+
+    def rewrite(
+        self, graph: Graph, readers: Sequence[Reader] = READERS, behind: Callable[[], None] | None = None
+    ) -> GraphRecord:
         """The same, with the record as the answer.
 
         Ranks are not compared here, as other compilers' caches may serve some of them without a rewriting: what they run
@@ -70,9 +78,10 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
         with self._lock:
             number = self.report.graphs
             try:
-                record = self._driver(graph, number)
+                record = self._driver(graph, number, readers)
                 self._lower(graph)
-                record = record if beside is None else beside(graph, record)
+                if behind is not None:
+                    behind()
             except Exception as error:
                 # Whoever catches this runs the graph as it was.
                 self.report.add(GraphRecord(graph=number, uses=(), failed=f"{type(error).__name__}: {error}"))

@@ -6,7 +6,7 @@ recorded with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 from torch.fx import Graph, Node
@@ -16,6 +16,7 @@ from .. import ops as _ops  # noqa: F401  (registers the ops that rewritten grap
 from ..catalog import FUSIONS
 from ..chain import Fusion
 from ..match.errors import Unmatched
+from ..match.linears import READERS, Reader
 from ..planning import Decision, Plan
 from ..report import GraphRecord, Use
 from ..sites import STREAM
@@ -34,15 +35,20 @@ class Driver:
         self._plan = plan
         self._find = Finder(plan, around, _takes_stream(plan), FUSIONS.values())
 
-    def __call__(self, graph: Graph, number: int) -> GraphRecord:
-        """Rewrite a graph in place. `number`: graphs that came before."""
+    def __call__(self, graph: Graph, number: int, readers: Sequence[Reader] = READERS) -> GraphRecord:
+        """Rewrite a graph in place. `number`: graphs that came before; `readers`: of the products of linears."""
         drop_answered_checks(graph)
         found = self._find(graph)
         moved: dict[Node, Node] = {}
-        uses = tuple(self._fuse(use, moved) for use in found.in_order)
+        uses = [self._fuse(use, moved) for use in found.in_order]
+        # What quantises for a linear may be another op by now.
+        linears = self._find.linears(graph, readers)
+        uses += [self._fuse(use, moved) for use in linears.uses]
+        others = (self._fuse(use, moved).form for use in linears.others)
         return GraphRecord(
             graph=number,
-            uses=uses,
+            uses=tuple(uses),
+            others=tuple(filter(None, others)),
             unattributed=tuple(found.loose),
             strange=found.strange,
             bodies=bodies_with_norms(graph),

@@ -6,7 +6,7 @@ A norm is known by its weight, the product of a gated MLP by that of the down pr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain, permutations
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,13 @@ from ..match.found import FoundNorm, PartialMatch
 from ..match.gates import find_gated_norms
 from ..match.index import GraphIndex
 from ..match.latents import base_of, why_unpaired
+from ..match.linears import Reader, products_in, read
 from ..match.norms import find_norms
 from ..match.products import FoundProduct, find_products
 from ..match.values import same, value
-from ..sites import ACTIVATION, INPUT, OUTPUT, Site
+from ..sites import ACTIVATION, INPUT, LINEAR, OUTPUT, Site
 from .attribution import Attribution, Location, ModuleIndex
+from .linears import UNREAD
 from .missing import why_missing
 from .unknown_norms import UnknownNormFinder
 from .uses import Found, SiteMatch, use_at
@@ -63,6 +65,13 @@ class Finder:
         around = ModuleIndex() if around is None else around
         self._of_norms = Attribution([site for site in plan.sites if site.norms], around)
         self._of_products = Attribution([site for site in plan.sites if site.role == ACTIVATION], around)
+        self._linears = {site.name: site for site in plan.sites if site.linear is not None}
+        self._of_linears = Attribution(self._linears.values(), around)
+        forms = {fusion.name: [form.op.name for form in fusion.forms] for fusion in fusions if LINEAR in fusion.roles}
+        self._few: dict[str, set[str]] = {name: set() for name in self._linears}
+        for each in plan.expected() if self._linears else ():
+            if each.site in self._few:
+                self._few[each.site].update(forms[each.fusion])
         self._unknown_norms = UnknownNormFinder(plan, self._of_norms, around, stream)
         self._visits: Counter[str] = Counter()
         kinds = {type(norm) for site in wanted for norm in site.norms}
@@ -138,6 +147,26 @@ class Finder:
             if site is not None and site.name not in used:
                 missed[site.name] = use_at(site, (where,), problem=each.why_not(site))
         found.uses += missed.values()
+
+    # ---- linears
+
+    def linears(self, graph: Graph, readers: Sequence[Reader]) -> Found:
+        """The products of a graph that linears of the plan may take a fusion at, as they are now."""
+        found, anywhere = Found(), set().union(*self._few.values())
+        for node, several in products_in(GraphIndex(graph), readers) if anywhere else ():
+            # LoRA puts a module of its own in a linear's place, and the linear inside of that.
+            places = next(filter(None, self._of_linears.outwards(node)), ())
+            site = places[0][0] if len(places) == 1 else None
+            wanted = anywhere if site is None else self._few[site.name]
+            asked = [reader for reader in several if not wanted.isdisjoint(reader.gives)]
+            product = read(node, asked)
+            if site is not None and asked:
+                problem = UNREAD if product is None else None
+                found.uses.append(SiteMatch(site=site, linear=product, problem=problem, how="module path"))
+            elif product is not None:
+                like = next(name for name, ops in self._few.items() if not ops.isdisjoint(product.ways))
+                found.others.append(SiteMatch(site=self._linears[like], linear=product))
+        return found
 
     # ---- whose they are
 

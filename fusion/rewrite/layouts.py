@@ -28,6 +28,8 @@ class Made:
 
     of: Node
     val: torch.Tensor
+    turned: bool = False
+    "Whether the two dimensions of `of` are exchanged."
     columns: tuple[int, int] | None = None
     sizes: tuple[Size, ...] | None = None
     plus: tuple[Made, ...] = ()
@@ -45,6 +47,9 @@ class Made:
     def emit(self, graph: Graph, meta: dict[str, Any]) -> Node:
         """Make it where the graph inserts."""
         made = self.of
+        if self.turned:
+            made = graph.call_function(aten.permute.default, (made, [1, 0]))
+            made.meta = {**meta, "val": self.val}
         if self.columns is not None:
             made = graph.call_function(aten.slice.Tensor, (made, value(made).dim() - 1, *self.columns))
             made.meta = {**meta, "val": aten.slice.Tensor(value(self.of), -1, *self.columns)}

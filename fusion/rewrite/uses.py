@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from ..match.found import FoundNorm
 from ..match.gates import FoundGatedNorm
+from ..match.linears import FoundLinear
 from ..match.products import FoundProduct
 from ..match.values import value
 from ..sites import QK, Site
@@ -18,13 +19,15 @@ from .unknown_norms import UnknownNorm
 
 @define(kw_only=True, eq=False)
 class SiteMatch:
-    """One use of a site in a graph: its norms or its product, or why it has none that can be replaced."""
+    """One use of a site in a graph: its norms, its product or its linear, or why it has none that can be replaced."""
 
     site: Site
     norms: tuple[FoundNorm, ...] = ()
     "In the order of the site's; empty where `problem` says why."
     product: FoundProduct | None = None
     "In place of norms: that of a gated MLP."
+    linear: FoundLinear | None = None
+    "In place of both: the product of a linear."
     problem: str | None = None
     how: str = "structure"
     weights: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -35,15 +38,17 @@ class SiteMatch:
     @property
     def tokens(self) -> Any:
         """How many rows of the whole layer there are: a number, or one that varies."""
-        rows = value(self.norms[0].x if self.product is None else self.product.out)
+        made = self.linear or self.product
+        rows = value(self.norms[0].x if made is None else made.out)
         heads = bool(self.norms) and (isinstance(self.norms[0], FoundGatedNorm) or self.site.role == QK)
         return rows.numel() // (self.site.quantised_width if heads else rows.shape[-1])
 
     @property
     def first(self) -> Node | None:
         """What places it among the uses of its graph: a result that it replaces."""
-        if self.product is not None:
-            return self.product.out
+        made = self.linear or self.product
+        if made is not None:
+            return made.out
         return self.norms[0].out if self.norms else None
 
 
@@ -52,6 +57,8 @@ class Found:
     """What a graph holds of a plan."""
 
     uses: list[SiteMatch] = field(factory=list)
+    others: list[SiteMatch] = field(factory=list)
+    "Of no known site, each as if it were one of those that take such a thing."
     loose: list[str] = field(factory=list)
     "Sentences on norms that look like a site's and could be assigned to none."
     strange: tuple[UnknownNorm, ...] = ()

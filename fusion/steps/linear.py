@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from ...adapters.specs import LinearSpec, WeightSpec
-from ..declare import Argument, Op, Result
+from ..declare import Argument, Kernel, Op, Result
+from ..linear_ops import LINEARS
 from ..sites import LINEAR
-from .step import SINKS, At, Legality, Source, Step
+from .step import MIDDLE, At, Legality, Source, Step
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
@@ -24,11 +25,12 @@ HELD = "not known: how it holds its weight"
 class Linear(Step):
     """The product with a linear's weight, and the quantisation of what it reads where no chain in front has done that."""
 
-    stage = SINKS
+    stage = MIDDLE
     roles = frozenset({LINEAR})
+    takes_any_number = True
 
     op: Op = field(repr=False)
-    "Its own: no op is composed of it yet."
+    "Its own, of `linear_ops.LINEARS`."
     weights: tuple[WeightSpec, ...]
     "What the op reads."
     schemes: tuple[str, ...] = ()
@@ -37,9 +39,22 @@ class Linear(Step):
     "Columns that share a scale there."
     fewer: int | None = None
     "From so many numbers in a weight on the engine's own product is as fast; None: of any number."
-    quantises: bool = False
-    "Whether the op does that as well, where no chain in front has."
+    behind: Op | None = field(default=None, repr=False)
+    "What is left of the op where a chain in front has quantised what it reads; None: the op quantises nothing."
+    goes_with: str | None = None
     out: str = "out"
+
+    @property
+    def own_op(self) -> Op:
+        return self.op
+
+    @property
+    def own_kernels(self) -> tuple[Kernel, ...]:
+        return LINEARS[self.op]
+
+    @property
+    def in_parts(self) -> tuple[Linear, ...]:
+        return () if self.behind is None else (evolve(self, op=self.behind, behind=None),)
 
     def arguments(self) -> tuple[Argument, ...]:
         return self.op.args
@@ -51,7 +66,11 @@ class Linear(Step):
         return self.op.doc.removesuffix(".")
 
     def source(self, source: Source) -> Iterator[str]:
-        raise NotImplementedError(f"{self.op.name} has a reference of its own")
+        given = (source.read(argument.name) for argument in self.op.args)
+        yield f"made_{self.out} = {self.op.name}({', '.join(given)})"
+
+    def reference(self) -> Mapping[str, Callable[..., Any]]:
+        return {self.op.name: self.op.reference}
 
     def why_not(self, at: At) -> Legality | None:
         linear = at.site.linear
@@ -89,14 +108,14 @@ class Linear(Step):
     def described(self, at: At) -> str:
         return (
             "the product, with the quantisation in front of it unless a chain has done that,"
-            if self.quantises
+            if self.behind is not None
             else "the product"
         )
 
     def bind(self, bound: Binding) -> None:
-        from ..match.errors import Unmatched
+        from ..rewrite.linears import bind_linear
 
-        raise Unmatched("an engine's own pass puts it there")
+        bind_linear(bound, self)
 
 
 def _words(weight: WeightSpec) -> str:

@@ -11,7 +11,7 @@ from attrs import define, field, frozen
 from ...adapters.activation_quant import ActivationQuant
 from ...adapters.errors import LayerfuseError
 from ...adapters.specs import NormSpec
-from ..declare import Argument, Result
+from ..declare import Argument, Kernel, Op, Result
 from ..formats import Format
 from ..sites import Site
 from ..target import Target
@@ -113,6 +113,31 @@ class Step(ABC):
     @property
     def format(self) -> Format | None:
         """What it quantises to."""
+        return None
+
+    @property
+    def own_op(self) -> Op | None:
+        """The op that does it where nothing else is in the chain, for a step whose op is written by hand; None: one is composed."""
+        return None
+
+    @property
+    def own_kernels(self) -> tuple[Kernel, ...]:
+        """Those of `own_op` beside its reference, the preferred one first."""
+        return ()
+
+    @property
+    def in_parts(self) -> tuple[Step, ...]:
+        """What is left of it where another chain has done a part of it, each with an `own_op`."""
+        return ()
+
+    @property
+    def takes_any_number(self) -> bool:
+        """Whether its op takes more tokens than it is fast for, so that a graph for any number of them may hold it."""
+        return self.across_ranks
+
+    @property
+    def goes_with(self) -> str | None:
+        """A word of `formats.FORMATS`: in an engine it is on where a chain that quantises so is, unless it is switched. None: it goes alone."""
         return None
 
     out: str = ""

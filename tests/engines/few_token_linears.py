@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from torch.fx import Graph
+
 from layerfuse.adapters.activation_quant import ActivationQuant
 from layerfuse.adapters.linear_specs import linear_spec, weight_spec
 from layerfuse.adapters.specs import WHOLE, GatedMLPSpec
-from layerfuse.engines.linears import Linears
 from layerfuse.fusion import Engine, FusionConfig, Plan, Target, plan
 from layerfuse.fusion.catalog.few_token_linear import BLOCKS, PLAIN, ROWS
+from layerfuse.fusion.rewrite import Pipeline
 
 HELD = {
     PLAIN: (weight_spec("bfloat16", "plain", None), None),
@@ -28,6 +30,10 @@ def plan_of(fusion: str, **changes: object) -> Plan:
     return plan([("mlp", mlp)], target, config, Engine(**({"name": "vllm", "linears": {}} | changes)))
 
 
-def everywhere(fusion: str) -> Linears:
-    """What lets a fusion stand at every product that it takes."""
-    return Linears(plan_of(fusion), None)
+def everywhere(fusion: str, graph: Graph) -> tuple[str, ...]:
+    """Let a fusion stand at every product of a graph of vLLM's that it takes; the ops that stand there then."""
+    from layerfuse.engines.vllm.passes import readers
+
+    record = Pipeline(plan_of(fusion)).rewrite(graph, readers())
+    assert not record.uses, "no module is around"
+    return record.others

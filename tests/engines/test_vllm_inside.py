@@ -239,7 +239,8 @@ def test_what_no_fusion_takes_is_put_back_for_more_than_few_tokens() -> None:
     assert targets.count("layerfuse_vllm.block_product.default") == 3
     assert targets.count(OP) == 1, "other groups are left to vLLM"
     graph.lint()
-    taken.put_back(everywhere(BLOCKS))
+    everywhere(BLOCKS, graph)
+    taken.put_back()
     graph.lint()
     names = {False: "layerfuse_vllm::block_linear_exact", True: "layerfuse_vllm::block_linear_rounded"}
     after = [(str(node.target), tuple(map(str, node.args[3:]))) for node in graph.nodes]
@@ -259,7 +260,9 @@ def test_scales_that_lie_otherwise_leave_a_product_as_it_was() -> None:
     op = getattr(torch.ops.vllm, inside.NAME)
     graph = make_fx(lambda *given: op(*given, 128, False), tracing_mode="fake")(x, weight, scales).graph
     before = [str(node.target) for node in graph.nodes]
-    inside.TakenOut(graph).put_back(everywhere(BLOCKS))
+    taken = inside.TakenOut(graph)
+    assert everywhere(BLOCKS, graph) == ()
+    taken.put_back()
     assert [str(node.target) for node in graph.nodes] == before
 
 

@@ -247,7 +247,7 @@ def targets(graph: Graph) -> list[str]:
 )
 def test_a_product_becomes_one_op_that_knows_who_takes_more_tokens(function: Any, beyond: str) -> None:
     graph = graph_of(function, **given())
-    products.put_in(graph, everywhere(BLOCKS))
+    everywhere(BLOCKS, graph)
     graph.lint()
     (node,) = (node for node in graph.nodes if node.target is inside.BLOCK_LINEAR)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -274,7 +274,7 @@ def test_scales_and_values_that_the_kernel_does_not_read_are_left_alone(
 ) -> None:
     graph = graph_of(function, **(given() | change))
     before = targets(graph)
-    products.put_in(graph, everywhere(BLOCKS))
+    everywhere(BLOCKS, graph)
     assert targets(graph) == before
 
 
@@ -287,7 +287,7 @@ def test_a_bias_or_a_weight_that_is_written_to_is_left_alone() -> None:
     for function, more in ((by_cutlass, {"bias": torch.rand(384).bfloat16()}), (doubled, {})):
         graph = graph_of(function, **(given() | more))
         before = targets(graph)
-        products.put_in(graph, everywhere(BLOCKS))
+        everywhere(BLOCKS, graph)
         assert targets(graph) == before
 
 

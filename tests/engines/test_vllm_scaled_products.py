@@ -29,7 +29,6 @@ from vllm.model_executor.layers.quantization.utils import w8a8_utils
 from vllm_layers import fp8_kernel
 from vllm_started import close, quantised_as_on_cuda, started
 
-from layerfuse.engines.vllm import scaled_products
 from layerfuse.fusion.backends import counting
 
 ON = {"few_token_linears": True}
@@ -131,9 +130,9 @@ def multiplied(
 
 
 def linears(graph: Graph) -> list[tuple[Any, ...]]:
-    scaled_products.put_in(graph, everywhere(ROWS))
+    everywhere(ROWS, graph)
     graph.lint()
-    return [node.args for node in graph.nodes if node.target is scaled_products.LINEAR]
+    return [node.args for node in graph.nodes if node.target is torch.ops.layerfuse.scaled_linear.default]
 
 
 def test_a_weight_that_was_turned_when_it_was_loaded() -> None:

@@ -8,15 +8,21 @@ import attrs
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
-from layerfuse.adapters.linear_specs import weight_spec
-from layerfuse.adapters.specs import AnySpec
-from layerfuse.fusion import Engine, FusionConfig, Plan, Target, plan
+from layerfuse.adapters.linear_specs import linear_spec, weight_spec
+from layerfuse.adapters.specs import WHOLE, AnySpec, MLPSpec
+from layerfuse.fusion import FUSIONS, Engine, FusionConfig, Plan, Target, plan
 from layerfuse.fusion.catalog.few_token_linear import BLOCKS, PLAIN, ROWS
+from layerfuse.fusion.compiler import inductor_with
+from layerfuse.fusion.compose import op_of
+from layerfuse.fusion.live_plan import module_index_of
 from layerfuse.fusion.report import GraphRecord, Report
+from layerfuse.fusion.rewrite import Pipeline
 from layerfuse.fusion.sites import LINEAR, linear_sites, mixtures_of
+from layerfuse.testing.op_inputs import arguments_of
 
 SM90 = Target.named("sm90")
 ENGINE = Engine(name="vllm", linears={}, inside=None)
@@ -167,3 +173,61 @@ def test_one_alone_can_be_left_on(specs: list[tuple[str, AnySpec]]) -> None:
     for config, only in ((whole, {one, *norms}), (FusionConfig(), {one, *norms}), (FusionConfig(), {one})):
         made = plan(quantised, SM90, attrs.evolve(config, only=frozenset(only)), ENGINE)
         assert [(each.site, each.fusion) for each in made.expected(BLOCKS)] == [one]
+
+
+@pytest.mark.parametrize("name", [PLAIN, BLOCKS, ROWS])
+def test_the_step_written_out_is_its_op(name: str) -> None:
+    for form in FUSIONS[name].forms:
+        composed = op_of(form.op.name, form.chain)
+        assert composed.schema == form.op.schema
+        plain, blocks = name == PLAIN, name == BLOCKS
+        weight = torch.rand(96, 256).to(torch.bfloat16 if plain else torch.float8_e4m3fn)
+        scales = {
+            "x_scale": torch.rand(3, 2 if blocks else 1),
+            "weight_scale": torch.rand(1, 2) if blocks else torch.rand(96),
+        }
+        dtype = torch.float8_e4m3fn if any(each.name == "x_scale" for each in form.op.args) else torch.bfloat16
+        given = arguments_of(form.op, (3,), 256, dtype, weight=weight, out_dtype=torch.bfloat16, **scales)
+        torch.testing.assert_close(composed.reference(*given), form.op.reference(*given), rtol=0, atol=0)
+
+
+class Linears(nn.Module):
+    """Two linears that specs list, and one that no spec lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj, self.other = nn.Linear(64, 128), nn.Linear(128, 64, bias=False), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (tokens, 64)."""
+        return self.other(self.down_proj(self.up_proj(x)))
+
+
+def test_products_in_a_graph_are_those_of_the_plan() -> None:
+    weight = weight_spec("bfloat16", "plain", None)
+    up, down = (
+        linear_spec(name, (name,), (width, width, out, out, (out,), "replicated"), weight, None, False)
+        for name, width, out in (("up_proj", 64, 128), ("down_proj", 128, 64))
+    )
+    mlp = MLPSpec(
+        hidden_size=64,
+        layer_index=0,
+        parallel=WHOLE,
+        intermediate_size=128,
+        local_intermediate_size=128,
+        feeds=(up, down),
+        activation="relu",
+    )
+    model = Linears().bfloat16()
+    for name in (PLAIN, "silu_mul_group_quant"):
+        made = plan([("", mlp)], Target.named("cpu"), FusionConfig.parse(f"+{name}"), Engine(name="vllm", linears={}))
+        pipeline = Pipeline(made, around=module_index_of(model))
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=inductor_with(pipeline, model, lower=lambda graph, *_, **__: graph))
+        with torch.no_grad():
+            x = torch.rand(5, 64).bfloat16()
+            torch.testing.assert_close(compiled(x), model(x), rtol=1.6e-2, atol=1.6e-2)
+        (record,) = pipeline.report.records
+        fused = [(use.site, use.fused, use.form) for use in record.uses]
+        assert fused == ([(f"{at}:linear", PLAIN, PLAIN) for at in ("up_proj", "down_proj")] if name == PLAIN else [])
+        assert record.others == ((PLAIN,) if name == PLAIN else ())
