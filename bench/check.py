@@ -2,7 +2,7 @@
 
 What is right is the form's chain in float64. A norm may err by its roundings, a turned one by those of its pair, a sum by one, and padding not at all. A
 quantised value may err by half a step of its format at its size, a scale by float32's rounding, and an exponent of the MX
-formats not at all; a peer that quantises the rounded norm is held to that norm's rounding on top. A sum over ranks may err as
+formats not at all; a peer that quantises the rounded norm is held to that norm's rounding on top, as all are where they give that norm too. A sum over ranks may err as
 float32's additions do, and where it is rounded before the residual is added, by that rounding too (`sums`).
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..fusion.closeness import FLOAT32, NORM_UNITS, SCALE_UNITS
 from ..fusion.declare import Like, Padded
 from ..fusion.ops.quantisation import scale_strides
-from ..fusion.steps import Add, Quant
+from ..fusion.steps import Add, Quant, main_step
 from .arithmetic import EXACT, LARGEST, SMALLEST_AMAX, compose
 from .cases import MX_COLUMNS, step_of
 from .inputs import DTYPES, FP8_DTYPES, Work
@@ -92,8 +92,10 @@ def check(
     if quant is not None:
         given = {result.name: place for place, result in enumerate(form.op.results)}
         exact, found = right[given[quant.out]], [results[given[name]] for name in quant.outs]
+        main = main_step(form.chain)
+        keeps = main is not None and main.is_kept
         quant_error, problem = _quantised(
-            work, quant, exact, found, rounds_between, None if more is None else more.norm
+            work, quant, exact, found, rounds_between or keeps, None if more is None else more.norm
         )
         problems.append(problem)
     message = next(filter(None, problems), "")

@@ -64,12 +64,14 @@ def compare(
         given: the call's arguments, all by position.
         got: the op's results in their order, then the arguments that it writes to.
         wanted: the same of the reference, of the same shapes and dtypes.
-        rounds_between: whether the kernel quantises what it has rounded to the dtype of the rows, as some of AITER's do.
+        rounds_between: whether the kernel quantises what it has rounded to the dtype of the rows, as some of AITER's do, and all
+            that give it beside.
     """
     named = dict(zip((each.name for each in op.args), given, strict=True))
     made: tuple[Result | Argument, ...] = (*op.results, *op.mutated)
     ours, theirs = ({each.name: of for each, of in zip(made, several, strict=True)} for several in (got, wanted))
     dtype = given[0].dtype
+    rounds_between = rounds_between or any(step.is_kept for step in op.chain or ())
     rounding = NORM_UNITS.get(dtype, 0.0) * torch.finfo(dtype).eps if rounds_between else 0.0
     slack = SCALE_UNITS * FLOAT32 + rounding
     scaling = next((each for each in op.results if isinstance(each, Scales | Exponents)), None)

@@ -100,12 +100,12 @@ def lines(chain: Sequence[Step], results: Sequence[Result]) -> Iterator[str]:
     if main is None:
         raise FusionError("the chain has nothing between its sources and its sinks")
     source = _source(chain, main)
+    stored = {each.name: f"_store(made_{each.name}, {each.of})" for each in results if isinstance(each, Like | Padded)}
     for step in chain:
         yield from step.source(source)
-    given = [
-        f"_store(made_{result.name}, {result.of})" if isinstance(result, Like | Padded) else f"made_{result.name}"
-        for result in results
-    ]
+        if step is main and step.is_kept:  # what a sink takes is what the op gives
+            yield f"made_{step.out} = {stored[step.out]}"
+    given = [stored.get(each.name, f"made_{each.name}") for each in results]
     yield f"return {given[0]}" if len(given) == 1 else f"return ({', '.join(given)})"
 
 

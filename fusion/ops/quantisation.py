@@ -1,6 +1,6 @@
 """Quantisation of activations, written down once: what every backend computes for given values, and for broken ones.
 
-From float32 values `n` (a norm's result before any rounding), per row or per group of columns:
+From float32 values `n` (a norm's result before any rounding, or as it is given beside), per row or per group of columns:
 
 - `scale = max(amax |n|, 1e-10) / largest`, float32, where `largest` is 448 for e4m3fn and 240 for e4m3fnuz. A row of
   zeros gets the scale of 1e-10 and zeros.
@@ -86,7 +86,7 @@ def quantise(
     """The reference of the dynamic forms.
 
     Args:
-        values: (..., width), float32 or float64, not yet rounded.
+        values: (..., width), of any dtype.
         dtype: an fp8 dtype of `LARGEST`.
         group_size: columns per scale, the last group may be short; None for one scale per row.
         column_major: how the scales lie in memory, see `scale_strides`.

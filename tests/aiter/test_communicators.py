@@ -71,7 +71,7 @@ def run(op: str, rank: int, tokens: int = 5, **options: Any) -> None:
     """One call on all ranks: what the reference gives, and the same bits everywhere."""
     given = parted(op, rank, tokens, **options)
     found = amd.bound(op).call(*given)
-    same_results(found, OPS[op].reference(*given))
+    same_results(found, OPS[op], given)
     same_on_all([each.contiguous().view(torch.uint8).numpy().tobytes() for each in found])
 
 
@@ -203,7 +203,7 @@ def test_without_a_group_or_with_one_that_is_too_small():
             with pytest.raises(CommunicatorError, match="1 ranks: AITER's fused all-reduce takes 2, 4 and 8"):
                 communicators.communicator(group, CPU)
             given = all_reduce_case(OP, group, (3,))
-            same_results(amd.bound(OP).call(*given), OPS[OP].reference(*given))
+            same_results(amd.bound(OP).call(*given), OPS[OP], given)
 
 
 def test_none_is_made_while_a_graph_is_captured(monkeypatch):
@@ -236,7 +236,7 @@ def test_the_input_is_registered_where_the_communicator_registers_it(
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: in_a_graph)
             for op, call in calls.items():
                 given = all_reduce_case(op, group, (3,))
-                same_results(call(*given), OPS[op].reference(*given))
+                same_results(call(*given), OPS[op], given)
                 assert ranks.launches.pop() == (True, registered)
 
 
@@ -245,12 +245,12 @@ def test_what_is_too_large_or_outside_of_aiters_window_is_done_by_the_pieces():
         calls = {op: amd.bound(op).call for op in FORMS}
         with holding() as (group, ranks):
             given = all_reduce_case(OP, group, (2050,), width=16384)  # 64 MiB are 2048 rows
-            same_results(calls[OP](*given), OPS[OP].reference(*given))
+            same_results(calls[OP](*given), OPS[OP], given)
             given = all_reduce_case(OP, group, (5,))
             ranks.should_custom_ar = lambda _: False
             for op, call in calls.items():
                 given = all_reduce_case(op, group, (5,))
-                same_results(call(*given), OPS[op].reference(*given))
+                same_results(call(*given), OPS[op], given)
             assert not ranks.launches
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from layerfuse.fusion import ops
 from layerfuse.fusion.declare import Exponents, Flag, GroupSize, Limit, Rows
+from layerfuse.fusion.ops.arithmetic import REFERENCE
+from layerfuse.fusion.steps import Quant, main_step
 from layerfuse.testing.op_inputs import HEADS
 
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -92,6 +94,27 @@ def test_any_width(name: str, rows: int, width: int, offset: float, group_size: 
         width = max(width, 2)
     args = arguments(form, (rows,), width, Options(offset=offset, group_size=group_size, gap=gap))
     assert problems(form, args, kernel_of(name)(*args), interpreted=not GPU) == []
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if any(step.is_kept for step in form.chain)])
+def test_what_is_quantised_is_what_is_given_beside(name: str) -> None:
+    """Bit for bit: whoever quantises what is given has the same values and scales."""
+    form = FORMS[name]
+    args = arguments(form, (5,), 128, Options(group_size=32))
+    named = {argument.name: value for argument, value in zip(form.op.args, args, strict=True)}
+    with torch.no_grad():
+        given = dict(zip((result.name for result in form.op.results), form.op.reference(*args), strict=True))
+        main, quant = main_step(form.chain), form.chain[-1]
+        assert main is not None
+        assert isinstance(quant, Quant)
+        plain = given[main.out].flatten(1).float()
+        call = quant.format.call.format(
+            rows="plain", **{option: f"named[{option!r}]" for option in quant.format.options}
+        )
+        again = eval(call, {**REFERENCE, "plain": plain, "named": named})
+    several = again if isinstance(again, tuple) else (again,)
+    for result, one in zip(quant.outs, several, strict=True):
+        assert torch.equal(given[result].float(), one.float()), result
 
 
 def broken(x: torch.Tensor) -> torch.Tensor:

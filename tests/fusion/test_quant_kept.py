@@ -67,7 +67,7 @@ def test_one_launch_gives_both(reads: Any, dynamic: bool) -> None:
     assert after.count("layerfuse.") == 1 and "rsqrt" not in after and "amax" not in after
     values, scales, other, total = traced.output
     normed = exact_norm(module, x, residual)
-    assert_quantised(values, scales, normed, rounding=1e-5)
+    assert_quantised(values, scales, normed, rounding=2**-8)
     with torch.no_grad():
         eager = module(x, residual)
     torch.testing.assert_close(other, eager[2], rtol=2e-2, atol=2e-2)
@@ -98,7 +98,7 @@ def test_two_quantisations_that_differ(other: Any, more: str) -> None:
     assert after.count("layerfuse.") == 1 and "rsqrt" not in after and more in after
     normed = exact_norm(module, x, residual)
     for start in (0, len(traced.output) - 3):
-        assert_quantised(*traced.output[start : start + 2], normed, rounding=1e-5)
+        assert_quantised(*traced.output[start : start + 2], normed, rounding=2**-8)
     with torch.no_grad():
         eager = module(x, residual)
     for got, wanted in zip(traced.output[2:-3], eager[2:-3], strict=True):
@@ -130,7 +130,7 @@ def test_the_query_latent_beside_its_quantisation(quant: str) -> None:
     assert traced.after[0].count(f"layerfuse.{fusion}_with_norm(") == traced.fused == 1
     values, scales, _, _, doubled = traced.output
     normed = exact_query(module, x)
-    assert_quantised(values, scales, normed, rounding=1e-5)
+    assert_quantised(values, scales, normed, rounding=2**-8)
     torch.testing.assert_close(doubled.double(), 2 * normed, rtol=2**-7, atol=1e-6)
 
 

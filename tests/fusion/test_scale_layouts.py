@@ -119,7 +119,9 @@ def test_tokens_flattened_for_the_quantisation(
     expected = (1, up(count) if aligned else count)
     with torch.no_grad():
         assert scales.stride() == module(*given)[1].stride() == expected
-    assert_quantised(values, scales, exact_norm(module, *given).flatten(0, -2), rounding=1e-5)
+    assert_quantised(
+        values, scales, exact_norm(module, *given).flatten(0, -2), rounding=1e-5 if form_of(traced) == GROUP else 2**-8
+    )
     torch.testing.assert_close(powers, (scales.view(*shape, -1) if back else scales).exp2())
 
 

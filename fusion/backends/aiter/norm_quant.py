@@ -1,6 +1,7 @@
 """Norms that quantise over AITER's kernels: HIP's for one norm, HIP's for two latents with both or one of them, Triton's.
 
-Each quantises the norm before any rounding, and norms the sum with the residual before its rounding.
+Each quantises the norm before any rounding, also where it gives the norm beside; but for Triton's static form, which is told. Each norms the sum
+with the residual before its rounding.
 """
 
 from __future__ import annotations
@@ -143,7 +144,14 @@ def triton_static(found: Resolved) -> Callable[..., Any]:
     run = _triton(found)
 
     def core(norm: Norm, residual: Tensor | None, second: Norm | None, scale: Tensor, dtype: torch.dtype) -> Results:
-        out, *others = run(norm, residual, second, inp1_scale=scale, dtype_quant=dtype)
+        out, *others = run(
+            norm,
+            residual,
+            second,
+            inp1_scale=scale,
+            dtype_quant=dtype,
+            rmsnorm_convert_to_inp1_type=found.binding.keeps_norm,
+        )
         return out.view(norm[0].shape), None, *others
 
     return norms(found, core)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from .rows import NO_QUANT, PER_TOKEN, STATIC, clamped, magnitude, quant_scale
+from .rows import NO_QUANT, PER_TOKEN, STATIC, clamped, magnitude, quant_scale, rounded
 
 
 @triton.jit(do_not_specialize=["rows", "x_token", "x_head", "gate_token", "gate_head", "scale_stride", "group_stride"])
@@ -58,7 +58,8 @@ def gated_norm(
     normed = value * scale[:, None] * factor
     if NORM_FIRST:
         normed *= activated
-    if KEPT:  # the norm itself beside its quantisation
+    if KEPT:  # the norm itself beside its quantisation, and what is quantised
+        normed = rounded(normed, kept)
         tl.store(kept + number[:, None] * WIDTH + column, normed.to(kept.dtype.element_ty), mask=mask)
     at = out + number[:, None] * WIDTH + column
     if QUANT == NO_QUANT:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from .rows import PER_GROUP, PER_TOKEN, STATIC, clamped, magnitude, quant_scale
+from .rows import PER_GROUP, PER_TOKEN, STATIC, clamped, magnitude, quant_scale, rounded
 
 
 @triton.jit
@@ -52,7 +52,8 @@ def silu_mul(
                 column < WIDTH,
                 LIMIT,
             )
-            if KEPT:  # the product itself beside its quantisation
+            if KEPT:  # the product itself beside its quantisation, and what is quantised
+                product = rounded(product, kept)
                 tl.store(kept + row * WIDTH + column, product.to(kept.dtype.element_ty), mask=column < WIDTH)
             bits = tl.maximum(bits, magnitude(product))
             products = products + (product,)
@@ -73,6 +74,7 @@ def silu_mul(
         at_gate, at_up = (row * gate_units * GATE_UNIT)[:, None] + column, (row * up_units * UP_UNIT)[:, None] + column
         value = _product(gate, up, at_gate, at_up, mask, LIMIT)
         if KEPT:
+            value = rounded(value, kept)
             tl.store(kept + (row * WIDTH)[:, None] + column, value.to(kept.dtype.element_ty), mask=mask)
         if QUANT == PER_GROUP:
             own = quant_scale(tl.max(magnitude(value), axis=1).to(tl.float32, bitcast=True), LARGEST, UE8M0)

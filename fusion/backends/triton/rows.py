@@ -160,6 +160,12 @@ def weighted_by(values, weights, OFFSET: tl.constexpr):
 
 
 @triton.jit
+def rounded(value, out):
+    """In float32, as it comes back from where out points to."""
+    return value.to(out.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def _squares(values, COUNT: tl.constexpr):
     """The squares of the first COUNT chunks, added up chunk over chunk."""
     wide = values[0].to(tl.float32)
@@ -228,7 +234,7 @@ def finish(
 
     A row's scale is positive: where the norm is quantised, it moves out of the maximum and into the factor of every value.
     No dynamic fp8 value exceeds LARGEST by more than float32 rounding, which the conversion rounds back: only static ones
-    have to be clamped. KEEP: the norm itself is written too, to normed.
+    have to be clamped. KEEP: the norm itself is written too, to normed, and is what is quantised.
     """
     if QUANT == PER_TOKEN:
         _quantise_rows(
@@ -244,14 +250,23 @@ def finish(
         else:
             products = weighted_by(values, weights, OFFSET)
             if KEEP:
-                write_rows(
-                    scaled_by(products, _beside(scale, GROUP)), normed, row, WIDTH, WIDTH, CHUNK, TAIL, GROUP, USUAL
-                )
+                products = _kept(scaled_by(products, _beside(scale, GROUP)), normed)
+                write_rows(products, normed, row, WIDTH, WIDTH, CHUNK, TAIL, GROUP, USUAL)
+                scale = tl.full(scale.shape, 1.0, tl.float32)
             for i in tl.static_range(0, len(products)):
                 _quantise_chunk(
                     products[i], scale, out, scale_in, scales, row, scale_stride, group_stride, i * CHUNK, WIDTH,
                     TAIL if TAIL > 0 and i == len(products) - 1 else CHUNK, QUANT, GROUP, LARGEST, UE8M0, HINT,
                 )  # fmt: skip
+
+
+@triton.jit
+def _kept(values, out):
+    """As they come back from where they are written."""
+    kept = ()
+    for i in tl.static_range(0, len(values)):
+        kept = kept + (rounded(values[i], out),)
+    return kept
 
 
 @triton.jit
@@ -288,13 +303,19 @@ def _quantise_rows(
         bits = tl.maximum(bits, magnitude(products[i]))
     total, most = tl.reduce((_squares(values, len(values)), bits), 1, _sum_and_most)
     scale = tl.rsqrt(total * (1.0 / WIDTH) + EPSILON)
-    own = quant_scale(most.to(tl.float32, bitcast=True) * scale, LARGEST, UE8M0)
+    largest = most.to(tl.float32, bitcast=True) * scale
+    if KEEP:  # the largest of what is rounded is the largest, rounded
+        largest = rounded(largest, normed)
+    own = quant_scale(largest, LARGEST, UE8M0)
     tl.store(scales + tl.zeros((ROWS,), tl.int32), own)
     factor = (scale * (1.0 / own))[:, None]
     for i in tl.static_range(0, len(products)):
         if KEEP:
-            write_chunk(normed, products[i] * scale[:, None], i * CHUNK, WIDTH, CHUNK, 0, USUAL)
-        write_chunk(out, products[i] * factor, i * CHUNK, WIDTH, CHUNK, 0, HINT)
+            kept = rounded(products[i] * scale[:, None], normed)
+            write_chunk(normed, kept, i * CHUNK, WIDTH, CHUNK, 0, USUAL)
+            write_chunk(out, kept * (1.0 / own)[:, None], i * CHUNK, WIDTH, CHUNK, 0, HINT)
+        else:
+            write_chunk(out, products[i] * factor, i * CHUNK, WIDTH, CHUNK, 0, HINT)
 
 
 @triton.jit
