@@ -43,6 +43,9 @@ at 32 they are where a weight is large."""
 LARGE = 1 << 25
 """Numbers of an fp8 weight with a scale per column from which CUTLASS is as fast (bench/results/few_token_channels-nvidia-h100.json)."""
 
+LARGE_BLOCKS = 40_000_000
+"""The same of an fp8 weight in blocks of 128 x 128, from which DeepGEMM and FlashInfer are (bench/results/few_token_large-nvidia-h100.json)."""
+
 WIDEST = 65536
 """Columns of a product up to which it is layerfuse's."""
 

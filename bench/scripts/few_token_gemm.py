@@ -44,8 +44,25 @@ SHAPES = (
     (8192, 2048),
     (14336, 8192),
     (8192, 7168),
+    (4096, 7168),
+    (7168, 4608),
+    (24576, 1536),
+    (5120, 8192),
+    (10240, 5120),
+    (7168, 8192),
+    (5120, 12800),
+    (9216, 7168),
+    (7168, 9216),
+    (7168, 16384),
+    (25600, 5120),
+    (5120, 25600),
+    (18432, 7168),
+    (7168, 18432),
+    (51200, 5120),
+    (36864, 7168),
 )
-"""Columns and depth: q_a and kv_a, q_b, o, gate and up, down of DeepSeek-V3; q, k and v, o, gate and up, down of Qwen3-4B, and of Llama-3.3-70B."""
+"""Columns and depth: q_a and kv_a, q_b, o, gate and up, down of DeepSeek-V3; q, k and v, o, gate and up, down of Qwen3-4B, and of Llama-3.3-70B; then
+large ones of DeepSeek-V3 and Qwen3-32B over fewer ranks."""
 OF_BLOCKS, OF_CHANNELS = "0,1,2,3,4", "9,10,11,12"
 SEARCHED = (
     (64, 256, 2, 2, 4), (64, 128, 3, 3, 4), (64, 128, 4, 4, 4), (64, 128, 5, 3, 4), (64, 128, 5, 5, 4), (64, 512, 1, 1, 4), (64, 256, 2, 2, 8), (128, 128, 2, 2, 8),
@@ -64,6 +81,8 @@ BLOCK = 128
 """Columns of an activation's scale, and both sides of a weight's (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
 FP8, LARGEST = torch.float8_e4m3fn, 448.0
 FEWEST_WEIGHTS, MOST_CACHED = 24, 200_000_000
+MOST_HELD = 3_000_000_000
+"""Bytes of all weights of a shape."""
 MOST_ERROR = 0.02
 """Of all results together, relative to float64. Rounding the result to bfloat16 makes 0.0017."""
 
@@ -402,7 +421,7 @@ def measured(given: argparse.Namespace) -> int:
             print(f"out of time before {columns} x {depth}")
             break
         torch.manual_seed(columns)
-        count = max(FEWEST_WEIGHTS, -(-MOST_CACHED // (columns * depth)))
+        count = max(min(FEWEST_WEIGHTS, MOST_HELD // (columns * depth)), -(-MOST_CACHED // (columns * depth)))
         x = torch.randn(max(tokens), depth, device="cuda").bfloat16()
         weights: list[Any]
         if given.bfloat16:

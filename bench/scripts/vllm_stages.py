@@ -101,6 +101,12 @@ _BLOCKS_MLA = {
 _WITHOUT = {
     f"without_{name}": Arm((f"-{name}_group_quant",)) for name in ("silu_mul", "mla_dual_rms_norm", "add_rms_norm")
 }
+_WITHOUT_GATED = {
+    "without_gated": Arm(("-gated_rms_norm",)),
+    "without_silu_mul": Arm(("-silu_mul_group_quant",)),
+    "without_norms": Arm(("-add_rms_norm_group_quant", "-rms_norm_group_quant")),
+    "without_products": Arm(("-few_token_linear_group_quant",)),
+}
 # As vLLM runs the architectures of its own that it does not compile: CUDA graphs that are broken around the attention.
 _BREAKABLE = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
 _UNCOMPILED = {
@@ -144,7 +150,7 @@ STAGES = {
     # On Hopper vLLM takes FlashInfer for a delta net's prefill, which is not measured here: its kernel is compiled by nvcc.
     "qwen3-next": Stage("qwen3-next", {"default": Arm(), "all": Arm(("gated_rms_norm", "add_rms_norm"))},
                         engine={"gdn_prefill_backend": "triton"}),
-    "qwen3-next-fp8": Stage("qwen3-next-fp8", _BLOCKS | {"gated": _GATED}, _WAYS, variables=_SKIP, engine=_UNTRIED | {"gdn_prefill_backend": "triton"}, cache=8 << 30, needs=230),
+    "qwen3-next-fp8": Stage("qwen3-next-fp8", _BLOCKS | _WITHOUT_GATED | {"gated": _GATED}, _WAYS | _KERNELS, variables=_SKIP, engine=_UNTRIED | {"gdn_prefill_backend": "triton"}, cache=8 << 30, needs=230),
     # The same where vLLM compiles nothing.
     "deepseek-v3-rank8-dense-uncompiled": Stage("deepseek-v3-rank8-dense", _SEAMS, _UNCOMPILED, variables=_SKIP | _BREAKABLE, engine=_UNTRIED, needs=230),
     **{

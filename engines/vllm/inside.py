@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...adapters.errors import FOREIGN
-from ...fusion.linear_ops import BLOCK_SCALED_LINEAR, GROUP_QUANT_LINEAR
+from ...fusion.linear_ops import BLOCK_SCALED_LINEAR, GROUP_QUANT_LINEAR, LARGE_BLOCKS
 from ...fusion.match.calls import Call
 from ...fusion.match.linears import FoundLinear, Reader
 from ...fusion.match.values import value
@@ -240,7 +240,7 @@ def is_layerfuses(weight: Any, weight_scale: Any, x: Any = None) -> bool:
     )
     fits = scales_shape(values) == tuple(scales.shape) and scales.dtype == torch.float32 and scales.is_contiguous()
     rows = x is None or (_tensor(x).dtype == torch.bfloat16 and _tensor(x).stride(-1) == 1)
-    return not written and fits and values.stride(-1) == 1 and rows
+    return not written and fits and values.stride(-1) == 1 and rows and values.numel() < LARGE_BLOCKS
 
 
 def _tensor(each: Any) -> Tensor:

@@ -9,7 +9,15 @@ from ...adapters.linear_specs import weight_spec
 from ..chain import Fusion, Linear
 from ..engine import Engine
 from ..limits import TokenLimit
-from ..linear_ops import BLOCK_SCALED_LINEAR, FEW_TOKEN_LINEAR, GROUP_QUANT_LINEAR, LARGE, MOST, SCALED_LINEAR
+from ..linear_ops import (
+    BLOCK_SCALED_LINEAR,
+    FEW_TOKEN_LINEAR,
+    GROUP_QUANT_LINEAR,
+    LARGE,
+    LARGE_BLOCKS,
+    MOST,
+    SCALED_LINEAR,
+)
 from ..sites import LINEAR, Site
 from ..target import Target
 
@@ -83,6 +91,7 @@ FUSIONS = (
                 weights=(weight_spec("float8_e4m3fn", "block", (128, 128)),),
                 schemes=("group",),
                 group_size=128,
+                fewer=LARGE_BLOCKS,
                 goes_with="group",
             ),
         ),

@@ -87,11 +87,9 @@ class Linear(Step):
         if self.fewer is None:
             return None
         if depth is None or columns is None:
-            why = (
-                f"not known: how large its weight is; from {self.fewer} numbers on the engine's own product is as fast"
-            )
+            why = f"not known: how large its weight is; from {self.fewer:,} numbers on the engine's own product is as fast"
         elif depth * columns >= self.fewer:
-            why = f"its weight is {columns} x {depth}, and from {self.fewer} numbers on the engine's own product is as fast"
+            why = f"its weight is {columns} x {depth}, and from {self.fewer:,} numbers on the engine's own product is as fast"
         else:
             return None
         return Legality("refused", why)
