@@ -67,7 +67,7 @@ env-%:
 test-engine-%: env-% $(SOURCES)
 	rm -rf build/lib
 	$(VENV)-$*/bin/python -m pip install -qq --no-deps --force-reinstall .
-	$(VENV)-$*/bin/python -m pytest -q tests/engines/test_$(firstword $(subst -, ,$*))_*.py
+	$(VENV)-$*/bin/python -m pytest -n 2 --dist worksteal -q tests/engines/test_$(firstword $(subst -, ,$*))_*.py
 
 clean:
 	rm -rf $(VENV) $(ENGINES:%=$(VENV)-%) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -85,6 +85,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "spec_for": (registry.spec_for, NONE_OF_THEM),
     "spec_for of": (lambda v: registry.spec_for(MODULE, v), NONE_OF_THEM),
     "spec_for parallel": (lambda v: registry.spec_for(MODULE, parallel=v), NONE_OF_THEM),
+    "spec_for path": (lambda v: registry.spec_for(MODULE, path=v), but(NO_TEXT, "None")),
     "explain": (registry.explain, NONE_OF_THEM),
     "explain of": (lambda v: registry.explain(MODULE, v), NONE_OF_THEM),
     "explain parallel": (lambda v: registry.explain(MODULE, parallel=v), NONE_OF_THEM),
@@ -137,10 +138,16 @@ CALLS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "Plan.expects tokens": (lambda v: PLAN.expects("x", v), but(NO_COUNT, *OTHER_NUMBERS)),
     "Target.named": (fusion.Target.named, NONE_OF_THEM),
     "Target": (lambda v: fusion.Target(arch=v, vendor="amd"), but(NONE_OF_THEM, "text")),
+    "Target vendor": (lambda v: fusion.Target(arch="gfx950", vendor=v), NO_TEXT),
+    "Target fp8": (lambda v: fusion.Target(arch="gfx950", vendor="amd", fp8=v), but(NONE_OF_THEM, "None")),
     "Engine": (lambda v: fusion.Engine(name=v), but(NONE_OF_THEM, "text")),
     "Engine experts": (lambda v: fusion.Engine(name="x", experts=v), but(NO_TEXT, "None")),
     "Engine uncompiled": (lambda v: fusion.Engine(name="x", uncompiled=v), but(NO_TEXT, "None")),
-    "Engine refuses": (lambda v: fusion.Engine(name="x", refuses=v), NONE_OF_THEM),
+    **{
+        f"Engine {said}": (lambda v, said=said: fusion.Engine(name="x", **{said: v}), NONE_OF_THEM)
+        for said in ("refuses", "does", "keeps")
+    },
+    "Pipeline": (fusion.Pipeline, NONE_OF_THEM),
     "FusionConfig": (lambda v: fusion.FusionConfig(level=v), but(NONE_OF_THEM, "zero", "None")),
     "FusionConfig switches": (lambda v: fusion.FusionConfig(switches=v), NONE_OF_THEM),
     "FusionConfig switch": (lambda v: fusion.FusionConfig(switches={"add_rms_norm": v}), NO_FLAG),

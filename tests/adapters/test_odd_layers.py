@@ -22,7 +22,7 @@ from layerfuse.adapters import (
     SpecError,
     const,
 )
-from layerfuse.adapters.errors import ArgumentError, cut, said, shown
+from layerfuse.adapters.errors import cut, said, shown
 from layerfuse.adapters.parallel import ranks_summed, shards_of_linear
 from layerfuse.adapters.sources import UnreadableError
 from layerfuse.adapters.vocabulary import SGLANG_GDN, TRANSFORMERS_MLA
@@ -247,53 +247,8 @@ def test_a_constant_that_no_field_takes_is_refused_when_it_is_declared(words: An
         TRANSFORMERS_MLA.but(**words)
 
 
-@pytest.mark.parametrize(
-    ("declare", "says"),
-    [
-        (lambda: Adapter("a", {"a:B": 3}), "a:B: expected Facts, or several in a tuple, got 3"),
-        (lambda: Adapter("a", [TRANSFORMERS_MLA]), "layers: expected a mapping from layer classes"),
-        (lambda: Adapter("a", {}, "vllm:Tower"), "ignored: expected several layer classes, in a tuple"),
-        (lambda: Adapter("a", {}, 3), "ignored: expected several layer classes, in a tuple"),
-        (lambda: type(TRANSFORMERS_MLA)([], {}), r"\[\] is no spec type"),
-        (lambda: type(TRANSFORMERS_MLA)(TRANSFORMERS_MLA.spec, 3), "expected a mapping from spec fields"),
-    ],
-)
-def test_a_declaration_of_another_type_is_refused(declare: Any, says: str) -> None:
-    with pytest.raises(FactsError, match=says):
-        declare()
-
-
 def test_several_facts_may_stand_in_a_list() -> None:
     assert Adapter("a", {"a:B": [TRANSFORMERS_MLA]}) == Adapter("a", {"a:B": TRANSFORMERS_MLA})
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (
-            lambda own: own.spec_for(delta_net(), parallel=8),
-            r"parallel: expected Parallel\(size=..., rank=...\), got 8",
-        ),
-        (lambda own: own.spec_for(delta_net(), path=3), "path: expected the layer's name in its model, got 3"),
-        (
-            lambda own: own.spec_for(delta_net(), of="MLASpec"),
-            "of: expected a spec type such as MLASpec, got 'MLASpec'",
-        ),
-        (lambda own: own.specs_in(nn.Linear(1, 1), of=3), "of: expected a spec type"),
-        (lambda own: own.specs_in(3), r"model: expected a module with named_modules\(\), got 3"),
-        (lambda own: own.unknown_in("deepseek-v3"), "model: expected a module with named_modules"),
-        (lambda own: own.register_adapter([Adapter("a", {})]), r"adapter: expected one Adapter, got \[Adapter"),
-        (
-            lambda own: own.register_model("a.toml"),
-            r"entry: expected a ModelEntry \(registry.load reads a file of them\), got 'a.toml'",
-        ),
-        (lambda own: own.model(None), "name: expected a model's name, got None"),
-    ],
-)
-def test_an_argument_of_another_type_is_refused_with_what_to_give(odd: registry.Registry, call: Any, says: str) -> None:
-    with pytest.raises(ArgumentError, match=says) as caught:
-        call(odd)
-    assert isinstance(caught.value, TypeError) and isinstance(caught.value, LayerfuseError)
 
 
 def test_specs_of_an_engine_that_does_not_exist_are_refused_with_the_closest() -> None:

@@ -162,7 +162,7 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
         assert counted == {"mla_norm_rope_cache_into": 3, query: 3, VLLMS: 0 if decodes else 3}
 
 
-@pytest.mark.parametrize("stored", CLOSE)
+@pytest.mark.parametrize("stored", [("auto", "float32"), pytest.param(("fp8", "float32"), marks=pytest.mark.thorough)])
 def test_graphs_for_more_tokens_than_are_captured_hold_plain_torch(
     stored: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -563,14 +563,16 @@ QUANTISED = {
 }
 
 
-@pytest.mark.parametrize("how", QUANTISED)
-def test_a_projection_that_quantises_by_itself_does_so_behind_the_ops(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "mode"), [("in blocks", "VLLM_COMPILE"), ("in blocks, column by column", "NONE"), ("per token", "NONE")]
+)
+def test_a_projection_that_quantises_by_itself_does_so_behind_the_ops(how: str, mode: str, tmp_path: Path) -> None:
     """As with DeepGEMM's and CUTLASS's linears: one launch more than where nothing quantises."""
     kernel, overrides = QUANTISED[how]
     given: dict[str, Any] = {"dtype": "bfloat16", "overrides": overrides}
     with fp8(kernel):
         own = ran("deepseek-v3", tmp_path / "own", False, mode="NONE", **given)[0]
-        got, _, calls = ran("deepseek-v3", tmp_path / "ours", ON, **given)
+        got, _, calls = ran("deepseek-v3", tmp_path / "ours", ON, mode=mode, **given)
     for a, b in zip(got, own, strict=True):
         assert (a - b).norm() / b.norm() < 0.1
     assert [counted.get("mla_query_absorb", 0) > 0 for counted in calls] == [

@@ -63,7 +63,7 @@ def ran(path: Path, layerfuse: Any, mode: str, adapter: bool = True) -> tuple[li
     return results, calls
 
 
-@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
+@pytest.mark.parametrize("mode", [pytest.param("VLLM_COMPILE", marks=pytest.mark.thorough), "NONE"])
 def test_projections_with_adapters_are_called_as_vllm_calls_them(mode: str, tmp_path: Path) -> None:
     own, _ = ran(tmp_path / "own", False, "NONE")
     plain, _ = ran(tmp_path / "plain", False, "NONE", adapter=False)

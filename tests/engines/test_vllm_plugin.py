@@ -30,11 +30,8 @@ import vllm
 from helpers import run_copy, shown
 from test_vllm_specs import PER_TOKEN, compressed
 from torch import Tensor
-from vllm import forward_context
 from vllm.compilation import backends
 from vllm.compilation.passes.inductor_pass import CallableInductorPass
-from vllm.config import VllmConfig
-from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
@@ -473,35 +470,6 @@ class OwnLoader(DummyModelLoader):
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         return inspect.unwrap(BaseModelLoader.load_model)(self, *args, **kwargs)
-
-
-def test_a_model_that_a_loader_of_its_own_brought_is_one_warning_and_stops_a_strict_engine(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, "dummy", OwnLoader)
-    how = "vLLM loaded the model in a way that layerfuse does not know (load_format 'dummy')"
-    for _ in ("cold", "warm"):
-        again(monkeypatch)
-        with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH, split=False) as engine:
-            engine()
-        assert said(caplog) == [f"layerfuse: nothing is fused: {how}"]
-        caplog.clear()
-    with (
-        pytest.raises(NotHereError, match=f"layerfuse is strict, and {re.escape(how)}"),
-        started("deepseek-v3", tmp_path, **SHORT, layerfuse={**BOTH, "strict": True}, split=False),
-    ):
-        pass
-    # One that vLLM did not even make is known by the first step.
-    with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH, split=False) as engine:
-        engine.config.additional_config = {"layerfuse": {**BOTH, "strict": True}}
-        with pytest.raises(NotHereError, match=f"layerfuse is strict, and {re.escape(how)}"):
-            engine()
-    caplog.clear()
-    for nothing in (False, None):  # switched off, and nothing asked for
-        forward_context.create_forward_context(None, engine_config("deepseek-v3", layerfuse=nothing))
-    no_models = VllmConfig(additional_config={"layerfuse": {**BOTH, "strict": True}})
-    forward_context.create_forward_context(None, no_models)
-    assert said(caplog) == []
 
 
 def test_an_optional_hook_that_is_gone_is_one_line_and_vllm_is_not_left_alone(

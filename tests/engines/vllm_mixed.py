@@ -11,7 +11,7 @@ import json
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -240,16 +240,16 @@ def _gap(step: Any) -> float:
     return round(first - second, 6)
 
 
-def in_a_process(*args: Any) -> dict[str, Any]:
-    """`served`, in a process of its own.
+def in_a_process(runs: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """`served` of each, one behind another in a process of their own.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: one failed.
     """
-    done = run_copy(f"import json, vllm_mixed; print(json.dumps(vllm_mixed.served(*{args!r})))")
+    done = run_copy(f"import json, vllm_mixed; print(json.dumps([vllm_mixed.served(*run) for run in {runs!r}]))")
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
