@@ -1,7 +1,7 @@
 """Layers of engines that cannot be built here: modules whose class, attributes and children are those that were read in
 the engines' sources, and nothing else. No code of an engine is in them.
 
-`standins_sglang` follows SGLang 0.5.23, `standins_atom` ROCm/ATOM at ffdf3bb5; the tables of which attribute holds a
+`standins_atom` follows ROCm/ATOM at ffdf3bb5; the tables of which attribute holds a
 total and which this rank's share are in docs/engines.md.
 """
 

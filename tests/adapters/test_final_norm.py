@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 import pytest
-import standins_sglang
+import standins_atom
 import torch
 from fake_ranks import cut, ranks
 from helpers import fresh_model, real_model
@@ -73,7 +73,7 @@ def test_its_sharding_is_that_of_the_last_decoder_layer() -> None:
     ids=["None", "PPMissingLayer", "Identity"],
 )
 def test_a_rank_of_a_pipeline_without_it_has_no_final_spec(instead: object) -> None:
-    model: Any = standins_sglang.MODELS["deepseek-v3"](registry.model("deepseek-v3"), Rank(8, 5))
+    model: Any = standins_atom.MODELS["deepseek-v3"](registry.model("deepseek-v3"), Rank(8, 5))
     assert len(final_norms(model)) == 1
     before = registry.specs_in(model)
     model.model.norm = instead
@@ -87,7 +87,7 @@ def test_a_rank_of_a_pipeline_without_it_has_no_final_spec(instead: object) -> N
 
 def test_a_norm_that_is_built_without_the_last_layer_is_another_ranks() -> None:
     """vLLM's gpt-oss builds it on every rank of a pipeline, and runs it on the last."""
-    model: Any = standins_sglang.MODELS["gpt-oss-20b"](registry.model("gpt-oss-20b"), Rank(8, 5))
+    model: Any = standins_atom.MODELS["gpt-oss-20b"](registry.model("gpt-oss-20b"), Rank(8, 5))
     before = registry.specs_in(model)
     model.model.layers[-1] = module("vllm.model_executor.models.utils:PPMissingLayer", nn.Identity)
     assert registry.specs_in(model) == before[:-3]

@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import pytest
 import standins_atom
-import standins_sglang
 import vllm_standins as vllm
 from helpers import fresh_model, real_model
 from specs_at_hand import gated_mlp
@@ -174,15 +173,6 @@ def test_shared_experts_under_sequence_parallelism_are_whole_whatever_the_rank_a
     assert (spec.local_intermediate_size, spec.parallel) == (2048, WHOLE)
 
 
-def test_in_sglang_a_replicated_mlp_has_no_group_to_ask() -> None:
-    entry = registry.model("deepseek-v3")
-    layer = standins_sglang.mlp(entry, entry.mlps["shared_experts"], Rank(1, 0), "deepseek_v2:DeepseekV2MLP")
-    layer.down_proj.tp_group = None
-    assert registry.spec_for(layer).parallel == WHOLE
-    layer.swiglu_limit = 10.0
-    assert registry.spec_for(layer).swiglu_limit == 10.0
-
-
 def test_in_atom_a_linears_own_width_is_this_ranks() -> None:
     entry = registry.model("deepseek-v3")
     layer = standins_atom.mlp(entry, entry.mlps["dense"], Rank(8, 5), "deepseek_v2:DeepseekV2MLP")
@@ -192,12 +182,6 @@ def test_in_atom_a_linears_own_width_is_this_ranks() -> None:
     del layer.down_proj.tp_size
     with pytest.raises(ParallelUnknownError):
         registry.spec_for(layer)
-
-
-def test_a_decoder_layer_that_is_its_own_attention_holds_an_mlp_all_the_same() -> None:
-    model = standins_sglang.MODELS["qwen3-next-80b-a3b"](registry.model("qwen3-next-80b-a3b"), Rank(2, 1))
-    paths = [path for path, _ in registry.specs_in(model) if path.startswith("model.layers.3")]
-    assert paths == ["model.layers.3", "model.layers.3", "model.layers.3.mlp.shared_expert"]
 
 
 def activation(name: str, **held: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import pytest
 import standins_atom
-import standins_sglang
 from fake_ranks import cut, cut_plainly, ranks
 from helpers import fresh_layer, fresh_model, real_model
 from standins import Rank
@@ -237,16 +236,7 @@ def test_a_spec_that_is_shared_anew_has_no_linears_of_other_sizes(path: str) -> 
     assert list(linears_of(spec.shard(1))) == list(linears_of(spec))
 
 
-# ---- the engines that cannot be built here
-
-
-def test_in_sglang_the_linear_holds_both() -> None:
-    entry = registry.model("deepseek-v3")
-    layer = standins_sglang.mlp(entry, entry.mlps["dense"], Rank(8, 5), "deepseek_v2:DeepseekV2MLP")
-    (down,) = registry.spec_for(layer).feeds
-    assert (down.in_features, down.local_in_features, down.out_features, down.style) == (18432, 2304, 7168, "row")
-    merged = linear_of("gate_up_proj", ("gate_up_proj",), layer.gate_up_proj)
-    assert (merged.out_features, merged.local_outputs, merged.style) == (36864, (2304, 2304), "column")
+# ---- the engine that cannot be built
 
 
 def test_in_atom_the_total_is_the_share_of_all_ranks() -> None:
@@ -258,11 +248,10 @@ def test_in_atom_the_total_is_the_share_of_all_ranks() -> None:
     assert (merged.out_features, merged.local_out_features, merged.style) == (36864, 4608, "column")
 
 
-@pytest.mark.parametrize("engine", [standins_sglang, standins_atom], ids=["sglang", "atom"])
-def test_over_all_ranks_they_are_the_models(engine: Any) -> None:
+def test_over_all_ranks_they_are_the_models() -> None:
     read: dict[int, dict[str, LinearSpec]] = {}
     for size in (1, 8):
-        model = engine.MODELS["deepseek-v3"](registry.model("deepseek-v3"), Rank(size, size - 1))
+        model = standins_atom.MODELS["deepseek-v3"](registry.model("deepseek-v3"), Rank(size, size - 1))
         read[size] = {}
         for path, spec in registry.specs_in(model):
             for found, *widths in linears_of(spec):

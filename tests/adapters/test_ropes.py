@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import pytest
 import standins_atom
-import standins_sglang
 import torch
 import vllm_standins
 from helpers import fresh_layer
@@ -151,23 +150,14 @@ def test_a_type_of_rope_that_is_not_known_is_refused_by_name() -> None:
         CONVERSIONS["rope_scaling"](config)
 
 
-@pytest.mark.parametrize(
-    ("built", "path", "table"),
-    [
-        (standins_sglang.MODELS["deepseek-v3"](registry.model("deepseek-v3"), Rank(8, 3)), "rotary_emb", "cos_sin"),
-        (standins_atom.MODELS["deepseek-v3"](registry.model("deepseek-v3"), Rank(8, 3)), "rotary_emb", "cos_and_sin"),
-    ],
-    ids=["sglang", "atom"],
-)
-def test_an_engines_rope_is_its_module(built: Any, path: str, table: str) -> None:
-    for found in ropes(built):
+def test_an_engines_rope_is_its_module() -> None:
+    for found in ropes(standins_atom.MODELS["deepseek-v3"](registry.model("deepseek-v3"), Rank(8, 3))):
         assert found == DEEPSEEK
-        assert (found.module, found.table, found.interleaved_out) == (path, table, True)
+        assert (found.module, found.table, found.interleaved_out) == ("rotary_emb", "cos_and_sin", True)
 
 
-@pytest.mark.parametrize("models_of", [standins_sglang, standins_atom], ids=["sglang", "atom"])
-def test_a_layer_without_a_rope_says_so(models_of: Any) -> None:
-    built = models_of.MODELS["kimi-k3"](registry.model("kimi-k3"), Rank(1, 0))
+def test_a_layer_without_a_rope_says_so() -> None:
+    built = standins_atom.MODELS["kimi-k3"](registry.model("kimi-k3"), Rank(1, 0))
     assert ropes(built) and all(found == NO_ROPE for found in ropes(built))
 
 

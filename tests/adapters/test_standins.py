@@ -1,4 +1,4 @@
-"""SGLang's and ATOM's layers, as stand-ins: every class of theirs, at every tensor-parallel size, as declared."""
+"""ATOM's layers, as stand-ins: every class of theirs, at every tensor-parallel size, as declared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import standins_atom
-import standins_sglang
 from standins import Rank, decoder_indices
 
 from layerfuse import registry
@@ -23,30 +22,28 @@ from layerfuse.adapters import (
     SpecError,
 )
 
-ENGINES = {"sglang": standins_sglang.MODELS, "atom": standins_atom.MODELS}
 CASES = [
-    pytest.param(engine, name, size, rank, id=f"{engine}-{name}-tp{size}-rank{rank}")
-    for engine, models in ENGINES.items()
-    for name in models
+    pytest.param(name, size, rank, id=f"{name}-tp{size}-rank{rank}")
+    for name in standins_atom.MODELS
     for size, rank in ((1, 0), (2, 1), (8, 5), (4, 3))
     if all(kind.family != "mla" or kind.num_heads % size == 0 for kind in registry.model(name).layers.values())
 ]
 
 
-def declared(name: str, engine: str, size: int, rank: int) -> list[Any]:
+def declared(name: str, size: int, rank: int) -> list[Any]:
     """The specs of the decoder layers that a stand-in has."""
     entry = registry.model(name)
     places = {str(index) for index in decoder_indices(entry)}
     return [
-        spec for path, spec in entry.specs(size, rank, engine=engine) if path == "final" or path.split(".")[1] in places
+        spec for path, spec in entry.specs(size, rank, engine="atom") if path == "final" or path.split(".")[1] in places
     ]
 
 
-@pytest.mark.parametrize(("engine", "name", "size", "rank"), CASES)
-def test_every_layer_reads_as_declared(engine: str, name: str, size: int, rank: int) -> None:
-    model = ENGINES[engine][name](registry.model(name), Rank(size, rank))
+@pytest.mark.parametrize(("name", "size", "rank"), CASES)
+def test_every_layer_reads_as_declared(name: str, size: int, rank: int) -> None:
+    model = standins_atom.MODELS[name](registry.model(name), Rank(size, rank))
     read = registry.specs_in(model)
-    assert [spec for _, spec in read] == declared(name, engine, size, rank)
+    assert [spec for _, spec in read] == declared(name, size, rank)
     assert registry.unknown_in(model) == []
     assert all("vision_tower" not in path for path, _ in read)
     # Size and rank too are read, without being told; whoever says them as well must agree.
@@ -78,14 +75,6 @@ def check_kernels(name: str, model: Any) -> None:
             _ = kernel.hidden_size
 
 
-def test_sglangs_absorbed_and_expanded_kernels_are_both_described() -> None:
-    model = standins_sglang.MODELS["deepseek-v3"](registry.model("deepseek-v3"), Rank(8, 0))
-    layer = model.get_submodule("model.layers.0.self_attn")
-    absorbed, expanded = registry.spec_for(layer.attn_mqa), registry.spec_for(layer.attn_mha)
-    assert (absorbed.head_dim, absorbed.v_head_dim, absorbed.num_local_kv_heads) == (576, 512, 1)
-    assert (expanded.head_dim, expanded.v_head_dim, expanded.num_local_kv_heads) == (192, 128, 16)
-
-
 def test_atoms_mla_kernel_is_the_impl_of_an_ordinary_attention() -> None:
     model = standins_atom.MODELS["deepseek-v3"](registry.model("deepseek-v3"), Rank(8, 3))
     outside = registry.spec_for(model.get_submodule("model.layers.0.self_attn.mla_attn"))
@@ -101,31 +90,3 @@ def test_atoms_gpt_oss_refuses_more_ranks_than_kv_heads_by_name() -> None:
     model = standins_atom.MODELS["gpt-oss-20b"](registry.model("gpt-oss-20b"), Rank(16, 0))
     with pytest.raises(SpecError, match="num_local_kv_heads: expected at least 1, got 0"):
         registry.specs_in(model)
-
-
-def test_sglangs_gpt_oss_replicates_kv_heads() -> None:
-    model = standins_sglang.MODELS["gpt-oss-20b"](registry.model("gpt-oss-20b"), Rank(16, 0))
-    spec = registry.spec_for(model.get_submodule("model.layers.0.self_attn"))
-    assert (spec.num_local_kv_heads, spec.num_kv_head_replicas, spec.sliding_window) == (1, 2, 128)
-
-
-def test_a_decoder_layer_that_is_attention_itself_is_both() -> None:
-    model = standins_sglang.MODELS["qwen3-next-80b-a3b"](registry.model("qwen3-next-80b-a3b"), Rank(2, 1))
-    layer = model.get_submodule("model.layers.3")
-    assert isinstance(registry.spec_for(layer), GQASpec)
-    stream = registry.spec_for(layer, ResidualSpec)
-    assert (stream.input_norm.weight_offset, stream.hidden_size) == (1.0, 2048)
-    assert [type(spec).__name__ for path, spec in registry.specs_in(model) if path == "model.layers.3"] == [
-        "ResidualSpec",
-        "GQASpec",
-    ]
-
-
-def test_a_next_token_layer_of_sglang_is_read_like_any_other() -> None:
-    entry = registry.model("longcat-flash")
-    kind = entry.layers["mla"]
-    layer = standins_sglang._deepseek(
-        entry, kind, 28, Rank(4, 0), "", "longcat_flash_nextn:LongcatFlashDenseDecoderLayer"
-    )
-    assert registry.spec_for(layer).layer_index == 28
-    assert registry.spec_for(layer.self_attn).num_local_heads == 16

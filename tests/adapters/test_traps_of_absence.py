@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import vllm_standins as vllm
-from helpers import fresh_layer, fresh_model, real_model
+from helpers import ROOT, fresh_layer, fresh_model, real_model
 from standins import module, weight
-from test_traps import atom, sglang, transformers
+from test_traps import atom, transformers
 
 from layerfuse import registry
 from layerfuse.adapters import GatedDeltaNetSpec, GQASpec, KernelSpec, MLASpec, ResidualSpec
@@ -41,12 +42,6 @@ def test_trap_18_an_indexer_of_none_does_not_mean_dense() -> None:
     assert layer.indexer is not None
     layer.indexer = None
     assert registry.spec_for(layer) == before
-
-
-def test_trap_19_a_rotary_embedding_of_none_takes_no_rope_width_away() -> None:
-    layer = sglang("kimi-linear-48b-a3b", "3.self_attn")
-    assert layer.rotary_emb is None
-    assert registry.spec_for(layer).qk_rope_head_dim == 64
 
 
 def test_trap_19_a_language_model_of_none_is_no_reason_to_crash() -> None:
@@ -156,32 +151,6 @@ def test_trap_27_vllms_transformers_backend_holds_totals_outside_and_shares_insi
     assert registry.spec_for(layer, parallel=Parallel(size=8, rank=5)).num_local_heads == 16
 
 
-def test_trap_28_sglangs_qwen_decoder_layer_is_its_own_attention() -> None:
-    layer = sglang("qwen3-next-80b-a3b", "3")
-    assert not hasattr(layer, "self_attn")
-    assert isinstance(registry.spec_for(layer), GQASpec)
-    assert isinstance(registry.spec_for(layer, ResidualSpec), ResidualSpec)
-
-
-def test_trap_29_a_count_that_is_rewritten_for_a_while_is_read_as_it_is_now() -> None:
-    layer = sglang("deepseek-v3", "0.self_attn")
-    assert registry.spec_for(layer).parallel.size == 8
-    layer.num_local_heads = 128  # what decode attention parallelism does within a forward
-    assert registry.spec_for(layer).parallel.size == 1
-    layer.num_local_heads = 16
-    assert registry.spec_for(layer).parallel.size == 8
-
-
-def test_trap_29_delta_attention_may_be_sharded_by_another_degree_than_mla() -> None:
-    layer = sglang("kimi-linear-48b-a3b", "0.self_attn")
-    layer.attn_tp_size = 1  # data-parallel attention: the delta layers still follow the global group
-    assert registry.spec_for(layer).parallel.size == 8
-    layer.shard_tp_size, layer.local_num_heads = 1, 32  # shard_on_attn_tp
-    assert registry.spec_for(layer).parallel.size == 1
-    del layer.shard_tp_size  # an older release, where the heads follow attn_tp_size
-    assert registry.spec_for(layer).parallel.size == 1
-
-
 def test_trap_30_query_replication_in_a_forward_is_not_a_count_of_the_layer() -> None:
     layer = vllm.mla()
     before = registry.spec_for(layer)
@@ -230,5 +199,8 @@ def test_one_version_only_names_are_read_under_either() -> None:
 def test_every_trap_has_its_test() -> None:
     import test_traps
 
-    names = [name for names in (vars(test_traps), globals()) for name in names if name.startswith("test_trap_")]
+    of_sglang = re.findall(r"^def (test_trap_\d+)", (ROOT / "tests/engines/test_sglang_specs.py").read_text(), re.M)
+    names = [
+        name for names in (vars(test_traps), globals(), of_sglang) for name in names if name.startswith("test_trap_")
+    ]
     assert {name.split("_")[2] for name in names} == {f"{number:02}" for number in range(1, 33)}

@@ -5,10 +5,12 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from layerfuse import registry
-from layerfuse.adapters import GQASpec, ResidualSpec
+from layerfuse.adapters import NO_ROPE, GQASpec, MLASpec, ResidualSpec
 
 sglang_layers = pytest.importorskip("sglang_layers")
 from sglang_layers import MODELS, build_model  # noqa: E402
@@ -28,24 +30,57 @@ def test_kernel_layers_hold_what_their_outer_layer_holds_on_this_rank(name: str,
     assert check_kernel_layers(build_model(name, tp=tp, rank=rank)) > 0
 
 
-def test_a_decoder_layer_that_is_its_own_attention_reads_as_both() -> None:
+def layer_of(name: str, path: str) -> Any:
+    return build_model(name, tp=8, rank=5).get_submodule(f"model.layers.{path}")
+
+
+def test_trap_07_the_absorbed_kernel_has_other_head_widths() -> None:
+    layer = layer_of("deepseek-v3", "0.self_attn")
+    assert (layer.attn_mqa.qk_head_dim, layer.attn_mqa.v_head_dim) == (576, 512)
+    assert (registry.spec_for(layer).qk_head_dim, registry.spec_for(layer).v_head_dim) == (192, 128)
+    absorbed, expanded = registry.spec_for(layer.attn_mqa), registry.spec_for(layer.attn_mha)
+    # Its spec is of another type, whose widths are documented as the kernel's.
+    assert not isinstance(absorbed, MLASpec)
+    assert (absorbed.head_dim, absorbed.v_head_dim, absorbed.num_local_kv_heads) == (576, 512, 1)
+    assert (expanded.head_dim, expanded.v_head_dim, expanded.num_local_kv_heads) == (192, 128, 16)
+
+
+def test_trap_19_a_rotary_embedding_of_none_takes_no_rope_width_away() -> None:
+    layer = layer_of("kimi-linear", "3.self_attn")
+    assert layer.rotary_emb is None
+    assert (registry.spec_for(layer).qk_rope_head_dim, registry.spec_for(layer).rope) == (64, NO_ROPE)
+
+
+def test_trap_28_a_decoder_layer_that_is_its_own_attention_reads_as_both() -> None:
     model = build_model("qwen3-next", tp=8, rank=5)
     layer = model.get_submodule("model.layers.3")
 
+    paths = [path for path, _ in registry.specs_in(model) if path.startswith("model.layers.3")]
+    assert paths == ["model.layers.3", "model.layers.3", "model.layers.3.mlp.shared_expert"]
     assert isinstance(registry.spec_for(layer), GQASpec)
     assert isinstance(registry.spec_for(layer, ResidualSpec), ResidualSpec)
     # Two KV heads over eight ranks: each rank holds a replica of one.
     assert (registry.spec_for(layer).num_kv_heads, registry.spec_for(layer).num_local_kv_heads) == (2, 1)
 
 
-def test_local_heads_that_the_engine_rewrites_during_a_forward_are_read_anew() -> None:
-    layer = build_model("deepseek-v3", tp=8, rank=5).get_submodule("model.layers.0.self_attn")
+def test_trap_29_local_heads_that_are_rewritten_during_a_forward_are_read_anew() -> None:
+    layer = layer_of("deepseek-v3", "0.self_attn")
     assert registry.spec_for(layer).num_local_heads == 16
 
     layer.num_local_heads = 32  # as decode attention with a tensor-parallel size of its own does
 
     assert registry.spec_for(layer).num_local_heads == 32
     assert registry.spec_for(layer).parallel.size == 4
+
+
+def test_trap_29_delta_attention_may_be_sharded_by_another_degree_than_mla() -> None:
+    layer = layer_of("kimi-linear", "0.self_attn")
+    layer.attn_tp_size = 1  # data-parallel attention: the delta layers still follow the global group
+    assert registry.spec_for(layer).parallel.size == 8
+    layer.shard_tp_size, layer.local_num_heads = 1, 32  # shard_on_attn_tp
+    assert registry.spec_for(layer).parallel.size == 1
+    del layer.shard_tp_size  # an older release, where the heads follow attn_tp_size
+    assert registry.spec_for(layer).parallel.size == 1
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -28,7 +28,13 @@ ON = {"few_token_linears": True}
 
 
 @pytest.mark.parametrize(
-    "fusions", [{"fusions": ADD, "strict": True} | ON, {"fusions": "none"} | ON, ON, {"fusions": f"+{PLAIN}"}]
+    "fusions",
+    [
+        {"fusions": ADD, "strict": True} | ON,
+        pytest.param({"fusions": "none"} | ON, marks=pytest.mark.thorough),
+        pytest.param(ON, marks=pytest.mark.thorough),
+        {"fusions": f"+{PLAIN}"},
+    ],
 )
 def test_linears_of_a_compiled_model_are_layerfuses_where_that_is_asked_for(
     fusions: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -43,7 +49,10 @@ def test_linears_of_a_compiled_model_are_layerfuses_where_that_is_asked_for(
     assert f"{PLAIN}: 8 expected, 8 fused, 0 missed; called 8 times in the profiling run" in said(caplog)
 
 
-@pytest.mark.parametrize("layerfuse", [{"fusions": "all"}, {"fusions": ADD, "few_token_linears": False}])
+@pytest.mark.parametrize(
+    "layerfuse",
+    [{"fusions": "all"}, pytest.param({"fusions": ADD, "few_token_linears": False}, marks=pytest.mark.thorough)],
+)
 def test_without_the_option_they_are_vllms(layerfuse: dict[str, Any], tmp_path: Path) -> None:
     with started("qwen3", tmp_path, layerfuse=layerfuse, dtype="bfloat16") as engine:
         engine()

@@ -81,7 +81,10 @@ IN_GRAPHS, SHARED = 8, 2
 """Linears of two layers of DeepSeek-V3, and those of shared experts, which no graph shows."""
 
 
-@pytest.mark.parametrize(("way", "powers_of_two"), [("DeepGEMM", False), ("DeepGEMM", True), ("CUTLASS", False)])
+@pytest.mark.parametrize(
+    ("way", "powers_of_two"),
+    [pytest.param("DeepGEMM", False, marks=pytest.mark.thorough), ("DeepGEMM", True), ("CUTLASS", False)],
+)
 def test_few_tokens_are_layerfuses_and_more_are_multiplied_as_before(
     way: str, powers_of_two: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,7 +125,7 @@ def test_a_linear_inside_of_loras_is_the_one_of_the_plan(tmp_path: Path, caplog:
     assert f"{BLOCKS}: 10 expected, 10 fused, 0 missed; called 10 times in the profiling run" in said(caplog)
 
 
-@pytest.mark.parametrize("fusions", [ADD, f"{ADD}_group_quant"])
+@pytest.mark.parametrize("fusions", [pytest.param(ADD, marks=pytest.mark.thorough), f"{ADD}_group_quant"])
 def test_without_a_quantised_fusion_or_their_own_they_stay(fusions: str, tmp_path: Path) -> None:
     options = {"fusions": fusions, "strict": True}
     with (

@@ -53,12 +53,19 @@ def merged() -> Iterator[None]:
     ("quantisation", "quantised", "fusions"),
     [
         pytest.param(PER_TOKEN, quantised_as_on_cuda, {"fusions": "all", "strict": True}, id="per token, fused"),
-        pytest.param(PER_TOKEN, quantised_as_on_cuda, {"fusions": "none"}, id="per token, by vLLM's op"),
+        pytest.param(
+            PER_TOKEN,
+            quantised_as_on_cuda,
+            {"fusions": "none"},
+            id="per token, by vLLM's op",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             compressed({"strategy": "tensor", "dynamic": False}, strategy="tensor"),
             merged,
             {"fusions": "all", "strict": True},
             id="one scale for all",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(STATIC, merged, {}, id="fp8, static"),
     ],
