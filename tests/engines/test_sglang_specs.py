@@ -55,7 +55,7 @@ def test_trap_28_a_decoder_layer_that_is_its_own_attention_reads_as_both() -> No
     model = build_model("qwen3-next", tp=8, rank=5)
     layer = model.get_submodule("model.layers.3")
 
-    paths = [path for path, _ in registry.specs_in(model) if path.startswith("model.layers.3")]
+    paths = [path for path, _ in registry.specs_in(model) if f"{path}.".startswith("model.layers.3.")]
     assert paths == ["model.layers.3", "model.layers.3", "model.layers.3.mlp.shared_expert"]
     assert isinstance(registry.spec_for(layer), GQASpec)
     assert isinstance(registry.spec_for(layer, ResidualSpec), ResidualSpec)
