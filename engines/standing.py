@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 from attrs import define, field
@@ -41,6 +41,9 @@ from .native import Native, NotNativeError
 from .process import once
 from .seams import Seam, seam_of
 from .whose import module_of
+
+Called: TypeAlias = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
+"""What calls a fused op, what it means by the same arguments, and what the op is given behind these."""
 
 REFUSALS = (LayerfuseError, TypeError, ValueError)
 """What an op raises for arguments that it does not take."""
@@ -72,6 +75,8 @@ class Standing:
     "Where and under which name the model holds these modules, what is around them, and their forwards."
     wrong: set[str] = field(factory=set)
     "Sites at which something else than the op's meaning was found to run."
+    left: set[str] = field(factory=set)
+    "Sites whose op runs, and whose linears quantise for themselves all the same."
     stands: dict[str, str] = field(factory=dict)
     "Site -> the fusion that stands there: the one that is expected, or its fallback."
     forms: dict[str, str] = field(factory=dict)
@@ -162,16 +167,17 @@ class Standing:
             stood = (*calls.stood(module, seam, norms()), *(each.stood for each in readers))
             same = partial(self._as_it_was, site.name, stood)
             quant = site.quant if readers else None
-            run = (
+            call, meaning, options = (
                 self._plainly(site.name, fusion)
                 if quant is None
                 else self._handing_over(site.name, seam, quant, readers)
             )
             if seam.call == "reduced":
                 most = next(d.tokens.last for d in self.compiled.plan.at(site.name) if d.fusion == fusion and d.applies)
-                run = self._reducing(site.name, fusion)
-                self.waiting[site.name] = partial(self._reduce, path, module, seam, site, run, same, most)
+                run = self._tried(site.name, call, meaning, partial(self._together, site.name, fusion, options))
+                self.waiting[site.name] = partial(self._reduce, path, module, seam, site, run, same, most, readers)
                 return None
+            run = self._tried(site.name, call, meaning)
             if seam.call == "neighbours":
                 calls.neighbours(site, run, same, norms, partial(self.missed.setdefault, site.name))
             elif seam.call == "pair":
@@ -180,13 +186,17 @@ class Standing:
                 {"norm": calls.norm, "product": calls.product}[seam.call](module, seam, site, run, same)
         except NotNativeError as error:
             return str(error)
-        for reader in readers:
-            reader.stand(site.name, self._took, self._refuse)
-            self.forms[site.name] = FUSIONS[fusion].forms[-1].op.name
+        self._read(site.name, fusion, readers, self._refuse)
         paths = [join(site.layer, norm.module or "") for norm in site.norms] if seam.callers else [path]
         self.inside.update(zip(paths, stands, strict=True))
         self.forwards[site.name] = stands[0], vars(stands[0])["forward"]
         return None
+
+    def _read(self, site: str, fusion: str, readers: Iterable[Reader], refuse: Callable[[str, str], None]) -> None:
+        """Let the linears behind a site take what its op has quantised; `refuse` is told where they make something else of it."""
+        for reader in readers:
+            reader.stand(site, self._took, refuse)
+            self.forms[site] = FUSIONS[fusion].forms[-1].op.name
 
     def _norms(self, site: Site) -> tuple[nn.Module, ...]:
         """The norms of a site as they are now."""
@@ -293,7 +303,7 @@ class Standing:
         once(logging.WARNING, GONE, problem)
         return False
 
-    def _plainly(self, site: str, fusion: str) -> Run:
+    def _plainly(self, site: str, fusion: str) -> Called:
         """The fused op of a chain that quantises nothing."""
         op = FUNCTIONS[FUSIONS[fusion].op.name]
 
@@ -302,36 +312,31 @@ class Standing:
             self.ran[site] += 1
             return result
 
-        return self._tried(site, call, FUSIONS[fusion].op.reference)
+        return call, FUSIONS[fusion].op.reference, ()
 
-    def _reduce(self, path: str, module: nn.Module, *given: Any) -> None:
-        calls.reduced(module, *given)
+    def _reduce(self, path: str, module: nn.Module, seam: Seam, site: Site, *given: Any) -> None:
+        *told, readers = given
+        calls.reduced(module, seam, site, *told)
+        self._read(site.name, seam.fusion, readers, self._leave)
         self.inside[path] = module
 
-    def _reducing(self, site: str, fusion: str) -> Run:
-        """The fused op of a chain with an all-reduce: where one rank finds something else there, none runs it."""
-        op = FUNCTIONS[FUSIONS[fusion].op.name]
+    def _together(
+        self, site: str, fusion: str, options: Sequence[Any], fused: Sequence[Any], find: Callable[[], str | None]
+    ) -> str | None:
+        """Why no rank runs the fused op of a chain with an all-reduce: one of them has no kernel for it, or finds something else there."""
+        form = FUSIONS[fusion].forms[-1 if options else 0]
+        try:
+            check_kernel(form, (*fused, *options))
+            none = None
+        except Unmatched as error:
+            none = str(error)
+        problem = self._apart(f"the kernel at {site}", none or "") or none
+        if problem is None:
+            found = find()
+            problem = self._apart(f"what runs at {site}", found or "") or found
+        return problem
 
-        def call(*fused: Any) -> Any:
-            result = op(*fused)
-            self.ran[site] += 1
-            return result
-
-        def together(fused: Sequence[Any], find: Callable[[], str | None]) -> str | None:
-            try:
-                check_kernel(FUSIONS[fusion].forms[0], fused)
-                none = None
-            except Unmatched as error:
-                none = str(error)
-            problem = self._apart(f"the kernel at {site}", none or "") or none
-            if problem is None:
-                found = find()
-                problem = self._apart(f"what runs at {site}", found or "") or found
-            return problem
-
-        return self._tried(site, call, FUSIONS[fusion].op.reference, together)
-
-    def _handing_over(self, site: str, seam: Seam, quant: ActivationQuant, readers: Sequence[Reader]) -> Run:
+    def _handing_over(self, site: str, seam: Seam, quant: ActivationQuant, readers: Sequence[Reader]) -> Called:
         """The fused op of a chain that quantises, with the plain result too: what reads that is given what is quantised."""
         op, scale = FUSIONS[seam.fusion].forms[-1].op, readers[0].scale
         rows = calls.halves if seam.call == "product" else _as_given
@@ -341,15 +346,13 @@ class Standing:
 
         def call(*fused: Any) -> Any:
             results = function(*rows(*fused), *options)
+            if site in self.left:
+                return _one(results[quantised:])
             self.given.add(site)
             return _one(give(site, results, scale))
 
         # The values and scales are compared where they are taken.
-        return self._tried(
-            site,
-            call,
-            lambda *fused: op.reference(*rows(*fused), *options)[quantised:],
-        )
+        return call, lambda *fused: op.reference(*rows(*fused), *options)[quantised:], options
 
     def _tried(
         self,
@@ -381,6 +384,11 @@ class Standing:
     def _refuse(self, site: str, why: str) -> None:
         """Leave a site to the engine from now on: what runs there computes something else."""
         self.wrong.add(site)
+        self.missed[site] = why
+
+    def _leave(self, site: str, why: str) -> None:
+        """Leave the quantisation behind a fused all-reduce to the engine from now on: the other ranks sum by the op, so this one does too."""
+        self.left.add(site)
         self.missed[site] = why
 
     def _took(self, site: str) -> None:

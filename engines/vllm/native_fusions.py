@@ -192,7 +192,7 @@ _M3 = frozenset({"MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGen
 _STEP5 = frozenset({"Step5ForCausalLM", "Step5ForConditionalGeneration"})
 _GLM5_NEXT = frozenset({"Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"})
 
-_REDUCED = "all_reduce_add_rms_norm"
+_REDUCTIONS = "all_reduce_add_rms_norm", *quantised("all_reduce_add_rms_norm")
 REDUCES: Mapping[str, frozenset[str]] = {"fused_allreduce_rms_norm": _V32, "fused_allreduce_gemma_rms_norm": _M3}
 """vLLM's functions for a norm behind an all-reduce -> the architectures whose code calls them."""
 
@@ -268,7 +268,7 @@ CODE = (
             kept=kept,
         )
         for function, architectures in REDUCES.items()
-        for fusion, kept in ((_REDUCED, False), ("add_rms_norm", True))
+        for fusion, kept in (*((each, False) for each in _REDUCTIONS), ("add_rms_norm", True))
     ),
 )
 """What models do that vLLM runs without compiling them; later rows are the more special ones."""
@@ -352,7 +352,7 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
     """
     known, architectures = frozenset(seams), tuple(architectures)
     if place.vendor == "amd" or frozenset().union(*REDUCES.values()).isdisjoint(architectures):
-        known -= {_REDUCED}
+        known -= {*_REDUCTIONS}
     does: dict[str, str] = {}
     keeps = {role: why for name in architectures for role, why in APART.get(name, {}).items()}
     for name, code in by_code(architectures, place).items():

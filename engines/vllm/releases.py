@@ -68,7 +68,7 @@ RELEASES = {
                     *_EVERYWHERE,
                     "all_reduce_add_rms_norm",
                     "mla_dual_rms_norm",
-                    *native_fusions.quantised("mla_dual_rms_norm"),
+                    *native_fusions.quantised("mla_dual_rms_norm", "all_reduce_add_rms_norm"),
                 }
             ),
             without=frozenset({*_NOWHERE, "CwmForCausalLM", "SeedOssForCausalLM"}),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from ..hooks import Hook
 from ..seams import Consumer, Seam
 
@@ -85,7 +87,7 @@ def _both(module: str, name: str, **more: Any) -> tuple[Seam, ...]:
 
 
 def _reduced(
-    module: str, name: str, norms: str, norm: str, source: str, method: str = "forward_native", **more: Any
+    fusion: str, module: str, name: str, norms: str, norm: str, source: str, method: str = "forward_native", **more: Any
 ) -> Seam:
     """A function that is given what one rank has of a sum, the residual, and a norm."""
     function = Hook(
@@ -96,8 +98,12 @@ def _reduced(
         others="none",
         source=f"{source}.{name}:{name}",
     )
-    like = _norm("all_reduce_add_rms_norm", norms, norm, "residual", method)
-    return Seam(fusion=like.fusion, hook=like.hook, function=function, reduces=True, **more)
+    return attrs.evolve(_norm(fusion, norms, norm, "residual", method), function=function, reduces=True, **more)
+
+
+def _reductions(*args: Any, **more: Any) -> tuple[Seam, ...]:
+    name = "all_reduce_add_rms_norm"
+    return _reduced(name, *args, **more), *_quantised(name, _reduced, *args, **more)
 
 
 def _plain(norm: Any) -> bool:
@@ -124,8 +130,8 @@ SEAMS = (
     *_quantised("silu_mul", _product, "SiluAndMulWithClamp", "self", plain=_silu),
     *_both(_MLA, "MultiHeadLatentAttentionWrapper", switch="fuse_qkv_rmsnorm"),
     *_both(_K3, "MultiHeadLatentAttention"),
-    _reduced(_V32, "fused_allreduce_rms_norm", _NORMS, "RMSNorm", "vllm.models.common.ops", plain=_plain),
-    _reduced(
+    *_reductions(_V32, "fused_allreduce_rms_norm", _NORMS, "RMSNorm", "vllm.models.common.ops", plain=_plain),
+    *_reductions(
         _M3,
         "fused_allreduce_gemma_rms_norm",
         _M3,

@@ -36,7 +36,7 @@ EDGES = 4e-2
 """How far results are `apart` at most where numbers on the edge of two in fp8, which are 6e-2 from each other, become the other one."""
 MLA = {
     "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64, "v_head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 128, "vocab_size": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256, "vocab_size": 128,
     "n_routed_experts": 8, "num_experts_per_tok": 8, "max_position_embeddings": 256,
 }  # fmt: skip
 
@@ -134,8 +134,8 @@ TINY = {
     "MiniMaxM3SparseForCausalLM": Tiny(
         {
             "text_config": {
-                "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 128, "dense_intermediate_size": 256, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "head_dim": 64, "rotary_dim": 32, "vocab_size": 128, "num_local_experts": 8,
+                "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 256, "dense_intermediate_size": 256, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "head_dim": 128, "rotary_dim": 32, "vocab_size": 128, "num_local_experts": 8,
                 "num_experts_per_tok": 8, "moe_layer_freq": [0, 0, 1], "sparse_attention_config": {"sparse_attention_freq": [0, 0, 0], "sparse_num_index_heads": 2, "sparse_topk_blocks": 4},
             },
         },
