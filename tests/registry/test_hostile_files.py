@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,8 +19,6 @@ from layerfuse.adapters.base import Facts
 from layerfuse.adapters.errors import FactsError
 from layerfuse.adapters.vocabulary import TRANSFORMERS_MLA
 from layerfuse.registry import CatalogError, files
-from layerfuse.registry.declare import declared_adapters
-from layerfuse.registry.defaults import MODELS_TOML
 from layerfuse.registry.errors import MOST_PROBLEMS
 
 FULL = files.LARGEST_FILE - 100
@@ -241,87 +236,6 @@ documents = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=20,
 )
-WORDS = [a.name for a in attrs.fields(registry.ModelEntry)]
-named = st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=6), documents, max_size=5)
-
-
-def read(document: Any) -> None:
-    """Entries or a CatalogError, and nothing else, also from registering what was read."""
-    try:
-        entries = files.structure(document, "fuzz")
-        declared_adapters(registry.default._tables, entries, "fuzz")
-        for entry in entries.values():
-            for path, spec in entry.specs()[:10]:
-                assert path and spec.parallel.size == 1
-    except CatalogError as error:
-        assert error.problems and all(isinstance(problem, str) and problem for problem in error.problems)
-        assert str(error)
-
-
-@given(
-    st.dictionaries(
-        st.just("models") | st.text(max_size=6), st.dictionaries(st.just("m"), named, max_size=2), max_size=2
-    )
-)
-def test_any_document_gives_entries_or_a_catalog_error(document: Any) -> None:
-    read(document)
-
-
-def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield at
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _places(inner, (*at, key))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _places(inner, (*at, index))
-
-
-def _with(value: Any, at: tuple[Any, ...], new: Any) -> Any:
-    """A copy with one place replaced, or taken out where `new` is the marker ..."""
-    if not at:
-        return new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    if len(at) == 1 and new is ...:
-        del copy[at[0]]
-    else:
-        copy[at[0]] = _with(value[at[0]], at[1:], new)
-    return copy
-
-
-OWN_DOCUMENT = files.unstructure(
-    {
-        name: entry
-        for name, entry in files.read_file(MODELS_TOML).items()
-        if name in ("kimi-k2.5", "longcat-flash", "gpt-oss-20b")
-    }
-)
-OWN_PLACES = [at for at in _places(OWN_DOCUMENT) if at]
-extremes = st.sampled_from(
-    [0, -1, 1, 2**31, 2**63, 10**18, 10**400, 1e308, -0.0, "", "none", "off", "rest", [], {}, [[]], ...]
-)
-
-
-@given(st.lists(st.tuples(st.sampled_from(OWN_PLACES), extremes | documents), min_size=1, max_size=3))
-def test_any_mutation_of_the_own_file_gives_entries_or_a_catalog_error(changes: list[tuple[Any, Any]]) -> None:
-    document: Any = OWN_DOCUMENT
-    for at, new in changes:
-        try:
-            document = _with(document, at, new)
-        except (KeyError, IndexError, TypeError):
-            continue  # an earlier change took this place away
-    read(document)
-
-
-@given(st.data())
-def test_any_text_near_toml_gives_entries_or_a_catalog_error(data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, len(GOOD)))
-    end = data.draw(st.integers(start, min(len(GOOD), start + 30)))
-    text = GOOD[:start] + data.draw(st.text(max_size=20)) + GOOD[end:]
-    with contextlib.suppress(CatalogError):
-        read(files.unstructure(files.parse(text)))
-
-
 @given(st.binary(max_size=200))
 def test_any_bytes_give_entries_or_a_catalog_error(data: bytes) -> None:
     try:
