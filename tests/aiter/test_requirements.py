@@ -33,11 +33,3 @@ def test_nothing_of_ours_installs_pypi_s_aiter():
         waiting |= requirement_names([r for r in required if "extra ==" not in r]) - seen
     assert len(seen) > 20
     assert "aiter" not in seen
-
-
-def test_the_check_of_requirements_would_find_it():
-    assert requirement_names(["aiter>=0.1", "amd_aiter ; python_version > '3'", "torch[x]>=2"]) == {
-        "aiter",
-        "amd-aiter",
-        "torch",
-    }

@@ -62,25 +62,6 @@ FILES = ["__init__.py", "ops/__init__.py", "ops/rmsnorm.py", "ops/triton/quant/f
 MXFP8 = "def fused_rms_mxfp8_quant(x, weight, eps, y=None, scale=None): ...\n"
 
 
-def test_an_aiter_that_is_too_old_is_one_sentence(packages):
-    packages("aiter", dist="amd-aiter", version="0.1.8", files=["__init__.py", "ops/__init__.py", "jit/core.py"])
-    found = doctor.find_aiter()
-    assert found.state == "broken"
-    assert found.detail.startswith(
-        "this AITER is older than v0.1.16.post3, the oldest that an engine layerfuse supports"
-    )
-
-
-def test_amd_s_aiter_is_found_without_importing_it(packages):
-    folder = packages("aiter", dist="amd-aiter", version="0.1.16", files=FILES)
-    (folder / "ops" / "triton" / "quant" / "fused_mxfp8_quant.py").write_text(MXFP8, encoding="utf-8")
-    (folder / "install_mode").write_text("install\n", encoding="utf-8")
-    found = doctor.find_aiter()
-    assert found.state == "found"
-    assert found.detail == "AMD's amd-aiter 0.1.16, install build, by its files up to v0.1.16.post6, not imported"
-    assert "aiter" not in sys.modules
-
-
 NORM = """
 def rmsnorm2d_fwd_with_add(out, input, residual_in, residual_out, weight, epsilon, use_model_sensitive_rmsnorm=0): ...
 def rmsnorm_quant(out, input, scale, weight, eps): ...
@@ -114,17 +95,6 @@ def test_without_aiter_its_part_is_one_line(run):
     answer = run("doctor")
     assert sum("aiter" in line.lower() for line in answer.out.splitlines()) == 1
     assert json.loads(run("doctor", "--json").out)["aiter"] == {}
-
-
-def test_both_at_once_cannot_work(packages):
-    packages("aiter", dist="amd-aiter", version="0.1.15", files=["__init__.py", "ops/__init__.py"])
-    packages("aiter", dist="aiter", version="0.13.20191203")
-    assert "both installed, into one folder" in doctor.find_aiter().detail
-
-
-def test_metadata_without_files(packages):
-    packages("aiter", dist="amd-aiter", version="0.1.15", files=[])
-    assert doctor.find_aiter().state in ("broken", "absent")
 
 
 def test_a_plugin_that_cannot_be_imported_is_named(packages, run):

@@ -236,6 +236,8 @@ documents = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=20,
 )
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_give_entries_or_a_catalog_error(data: bytes) -> None:
     try:
