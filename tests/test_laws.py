@@ -170,6 +170,10 @@ LIGHT = {
     "the face": "import layerfuse; layerfuse.MLASpec; layerfuse.registry; layerfuse.tensor_parallel",
     "plan": "from layerfuse import fusion, registry\n"
     "print(fusion.plan(registry.model('deepseek-v3').specs(8), fusion.Target.named('gfx950')))",
+    "attention metadata": "from layerfuse import registry\nfrom layerfuse.fusion import Target, metadata\n"
+    "spec = next(s for _, s in registry.model('kimi-k2.5').specs(8) if type(s).__name__ == 'MLASpec')\n"
+    "metadata.plan_metadata(spec, Target.named('gfx950'), batch=256)",
+    "the gate of AITER's all-reduce": "import layerfuse.fusion.backends.aiter.stages",
 }
 
 
