@@ -332,26 +332,25 @@ def environment(*, on: str, has_torch: bool, has_vllm: bool) -> list[Finding]:
     Args:
         on: torch's device type here, where a forced backend must run.
         has_torch: without torch no backend is registered, so that none can be looked up.
-        has_vllm: vLLM takes one name more.
+        has_vllm: what is on in vLLM differs.
     """
-    from .engines.options import NAME, Options
     from .fusion import FUSIONS, FusionConfig
     from .fusion.backends import ENVIRONMENT as BACKEND
     from .fusion.config import ENVIRONMENT as WANTED
     from .fusion.config import SHADOW, FusionConfigError, shadow_calls
-    from .fusion.sites import LINEAR
+    from .fusion.sites import OWN_PLACE
 
     findings = []
     if wanted := os.environ.get(WANTED, "").strip():
         try:
-            config = Options().config() if has_vllm else FusionConfig.from_environment()
-            default = [e for e in FUSIONS.values() if not FusionConfig().why_off(e) and e.roles != (LINEAR,)]
+            config = FusionConfig.from_environment()
+            default = [
+                e for e in FUSIONS.values() if not FusionConfig().why_off(e) and not {*OWN_PLACE}.intersection(e.roles)
+            ]
             off = ", ".join(fusion.name for fusion in default if config.why_off(fusion)) or "nothing"
             if has_vllm:
                 off = f"{off} in fusion.compile; {_off_in_vllm(config) or 'nothing'} in vLLM"
-            alone = f"; {NAME} is known inside vLLM alone: elsewhere this line is an error" if Options().decode else ""
-            detail = f"{wanted}, turns off: {off}{alone if has_vllm else ''}"
-            findings.append(Finding(name=WANTED, state="found", detail=detail))
+            findings.append(Finding(name=WANTED, state="found", detail=f"{wanted}, turns off: {off}"))
         except FusionConfigError as error:
             findings.append(Finding(name=WANTED, state="broken", detail=str(error)))
     if forced := os.environ.get(BACKEND, ""):
@@ -382,7 +381,7 @@ def _off_in_vllm(config: FusionConfig) -> str:
     engine, off, kept = Engine(name="vllm"), set(), dict[str, list[str]]()
     for name, archs in on_by_default().items():
         faster = next(each for each in shipped().of(name, "vllm") if each.faster)
-        if name in FUSIONS and config.why_off(FUSIONS[name], engine, faster) is not None:
+        if config.why_off(FUSIONS[name], engine, faster) is not None:
             off.add(name)
         else:
             for arch in archs:

@@ -15,7 +15,7 @@ from ..adapters.errors import shown
 from ..fusion.catalog import FUSIONS
 from ..fusion.chain import Form, Fusion
 from ..fusion.declare import Exponents, Index, Like, Packed, Padded, Quantised, Result, Rows, Table, Weight
-from ..fusion.sites import LINEAR
+from ..fusion.sites import OWN_PLACE
 from .errors import BenchError, UnknownFusionError
 
 if TYPE_CHECKING:
@@ -168,8 +168,8 @@ def forms_over_ranks() -> dict[str, tuple[Fusion, Form]]:
 def _forms(*, over_ranks: bool) -> dict[str, tuple[Fusion, Form]]:
     found: dict[str, tuple[Fusion, Form]] = {}
     for name, fusion in FUSIONS.items():
-        # Products of linears have scripts of their own.
-        if LINEAR in fusion.roles:
+        # What only engines have a place for has scripts of its own.
+        if {*OWN_PLACE}.intersection(fusion.roles):
             continue
         for form in fusion.forms if fusion.across_ranks is over_ranks else ():
             found[name if form.op is fusion.op else form.op.name] = (fusion, form)

@@ -74,11 +74,8 @@ def app() -> None:
 def _wanted_elsewhere(_: click.Context, __: click.Parameter, names: str | None) -> None:
     """What vLLM's option is called, an environment variable is here."""
     if names is not None:
-        from ..fusion.config import OUTSIDE_OF_GRAPHS
-
-        said = "".join(f"; {name}: {OUTSIDE_OF_GRAPHS[name]}" for name in names.split(",") if name in OUTSIDE_OF_GRAPHS)
         raise click.UsageError(
-            f"which fusions are wanted is said by LAYERFUSE_FUSIONS, as LAYERFUSE_FUSIONS={names} layerfuse plan ...{said}"
+            f"which fusions are wanted is said by LAYERFUSE_FUSIONS, as LAYERFUSE_FUSIONS={names} layerfuse plan ..."
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,8 @@ from ..adapters.errors import LayerfuseError, SpecError, cut, did_you_mean, show
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.config import FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
-from ..fusion.planning import ANY
-from ..fusion.sites import QK, ROLES
+from ..fusion.planning import ANY, why_unfound
+from ..fusion.sites import ROLES, UNREAD
 from ..fusion.steps.linear import HELD
 from .console import prose_width, require_writable, show, write_text
 from .kinds import kinds_of, mixtures_of, ranges, rows_of, spec_dict
@@ -175,19 +174,14 @@ def plan_data(
         from ..engines.sglang import facts
 
         around = facts.engine_of(entry.architectures)
-    modules: list[str] = []
-    if around is not None and engine == "vllm":
-        from ..engines.vllm.decode_facts import beside, planned
-
-        # What its layers take at module level, which is no fusion of graphs.
-        modules, stands = planned([spec for _, spec in specs], entry.architectures, device.arch)
-        around = beside(around) if stands else around
-    decided = plan(specs, device, config, around)
+    decided, notes = plan(specs, device, config, around), []
     if engine == "vllm":
+        from ..engines.vllm.decode_facts import taking
         from ..engines.vllm.few_tokens import note
 
-        modules = [*filter(None, [note(decided)]), *modules]
-    modules += _unfound(decided)
+        decided = taking(decided)
+        notes = [*filter(None, [note(decided)])]
+    notes += _unfound(decided)
     kinds = []
     for kind in (*kinds_of(specs), *mixtures_of(specs)):
         kinds.append(
@@ -222,7 +216,7 @@ def plan_data(
             *_uncompiled(around),
             *_linears(decided),
             *_held(decided),
-            *modules,
+            *notes,
         ],
         "published": [str(kind) for kind in entry.quant.values()] if published else [],
     }
@@ -282,20 +276,12 @@ def _of_release(engine: str | None, release: str | None) -> list[str]:
 
 def _unfound(decided: Plan) -> list[str]:
     """Of each fusion that is asked for by name and is in no row, why it has no site."""
-    from ..adapters.specs import MLASpec
-    from ..engines.options import NAME, Options
+    from ..engines.options import Options
     from ..engines.vllm.decode_facts import TAKES
 
-    found = {}
-    for name in Options().named:
-        if name == NAME:
-            if not any(isinstance(spec, MLASpec) for _, spec in decided.specs):
-                found[name] = "it has no MLA layer"
-        elif not decided.concerns(name):
-            reasons = Counter(each.reason for each in decided.decisions if each.fusion == name)
-            if TAKES not in reasons:
-                found[name] = reasons.most_common(1)[0][0] if reasons else "none of its layers has such a chain"
-    return [f"{name} is asked for, and has no site in this model: {why}." for name, why in found.items()]
+    absent = [name for name in Options().named if not decided.concerns(name)]
+    found = {name: why_unfound(name, decided.decisions, TAKES) for name in absent}
+    return [f"{name} is asked for, and has no site in this model: {why}." for name, why in found.items() if why]
 
 
 def _held(decided: Plan) -> list[str]:
@@ -436,19 +422,14 @@ def as_published(entry: ModelEntry, quant: Sequence[str]) -> bool:
     return bool(entry.quant) and all("=" in words for words in quant)
 
 
-def config_for(quant: Sequence[str], engine: str | None = None) -> FusionConfig:
+def config_for(quant: Sequence[str]) -> FusionConfig:
     """What the environment wants, and the quantisation that was asked about, which level 1 would refuse.
 
     Raises:
         ActivationQuantError: no such quantisation.
         FusionConfigError: LAYERFUSE_FUSIONS names a fusion that does not exist.
     """
-    if engine == "vllm":
-        from ..engines.options import Options
-
-        config = Options().config()
-    else:
-        config = FusionConfig.from_environment()
+    config = FusionConfig.from_environment()
     if not quant:
         return config
     declared: dict[str, ActivationQuant | None] = {}
@@ -459,13 +440,13 @@ def config_for(quant: Sequence[str], engine: str | None = None) -> FusionConfig:
             f"--quant {everywhere[0]} --quant latents={everywhere[1]}"
         )
     if everywhere and everywhere[0] == NO_QUANT:
-        declared = {role: None for role in ROLES if role != QK}
+        declared = {role: None for role in ROLES if role not in UNREAD}
     elif everywhere:
         declared = dict(FusionConfig(quant=_quant_of(everywhere[0], everywhere[0])).quant)
     for words in quant:
         role, equals, how = words.partition("=")
         if equals:
-            roles = [known for known in ROLES if known != QK]  # no linear reads query and key
+            roles = [known for known in ROLES if known not in UNREAD]
             if role.strip() not in roles:
                 raise FusionConfigError(
                     f"--quant {cut(words)}: no role is called {shown(role)}{did_you_mean(role, roles) or '.'} Known: {', '.join(roles)}."
@@ -528,7 +509,7 @@ def answer_plan(
         rank=rank,
         target=target,
         engine=engine,
-        config=config_for(quant, engine),
+        config=config_for(quant),
         published=as_published(entry, quant),
         release=asked.get("release"),
         engine_version=engine_version,

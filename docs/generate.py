@@ -22,7 +22,7 @@ from layerfuse.fusion.backends.aiter import BINDINGS, ReleaseRange, calls
 from layerfuse.fusion.backends.aiter.matching import Function
 from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS
 from layerfuse.fusion.backends.aiter.table import BY_NAME
-from layerfuse.fusion.policy import AT_SEAMS, shipped
+from layerfuse.fusion.policy import shipped
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "bench" / "results"
@@ -183,11 +183,11 @@ def vllm_table() -> Iterator[str]:
     """What is on in vLLM by default and what is not, with the measurements."""
     yield "| fusion | on by default in vLLM | measured |\n|---|---|---|"
     others = []
-    for name in sorted({*FUSIONS, *AT_SEAMS}):
+    for name in sorted(FUSIONS):
         measured = [*shipped().of(name, "vllm")]
         for each in measured:
             yield f"| `{name}` | {f'yes: {each.where}' if each.faster else 'no'} | {each.figure(name)} |"
-        if not measured and name in FUSIONS:
+        if not measured:
             others.append(name)
     if others:
         yield f"| the other {len(others)} | no | not measured in vLLM |"

@@ -19,9 +19,9 @@ from ..fusion.engine import Engine
 from ..fusion.planning import Plan, plan
 from ..fusion.report import GraphRecord, Report, Use
 from ..fusion.rewrite import ModuleIndex, Pipeline
+from ..fusion.sites import DECODE
 from . import record_cache
 from .host import here
-from .linears import AtSeams
 from .pieces import Outline, PieceRecord, Sites
 from .placement import Placement
 from .process import once
@@ -92,10 +92,10 @@ class CompiledModule:
     "Why the engine does not compile the model, where the fused ops stand in its modules; None: it compiles it."
     unreached: tuple[str, ...] = ()
     "Sites with a fused op that the profiling run did not come to."
-    placed: Placement | None = None
-    "What takes some of its sites by code of its own; None: that is not asked for, or there is none."
+    seams: dict[str, Placement] = field(factory=dict)
+    "What stands at seams that no graph shows, by the fusion."
     engine: Engine | None = None
-    "What is planned for where it takes none."
+    "What is planned for where none of these takes anything."
     pieces: list[Piece] = field(factory=list)
     artefact: Path | None = None
     "The file that the engine keeps the compiled module in."
@@ -104,8 +104,6 @@ class CompiledModule:
     from_cache: bool = False
     counted: Counter[str] | None = None
     "Calls of ops in the profiling run, which is the first call of the module, by the op's name; None before it."
-    linears: AtSeams | None = None
-    "Linears that no graph shows, where layerfuse's products stand at seams."
     aside: Callable[[], Counter[str]] = field(default=Counter, repr=False)
     "Counts calls of fused ops at seams of shared experts, by the op's name."
     routed: Callable[[], int] = field(default=int, repr=False)
@@ -140,19 +138,20 @@ class CompiledModule:
         return self.find_unfound()
 
     def look_again(self) -> bool:
-        """Before the first call: where what was placed stands aside from now on, plan anew what it would have taken. Whether it does."""
-        aside = self.placed is not None and self.placed.look_again()
+        """Before the first call: where something at seams stands aside from now on, plan anew what it would have taken. Whether it does."""
+        aside = [each for each in self.seams.values() if each.look_again()]
         if aside:
             before = self.unfound
             self.plan = plan(self.plan.specs, self.plan.target, self.plan.config, self.engine)
             self.__attrs_post_init__()
             say_unfound(self.model, {name: why for name, why in self.unfound.items() if name not in before})
-        return aside
+        return bool(aside)
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to rewrite."""
-        return any(decision.kind in ("expected", "fallback") for decision in self.plan.decisions)
+        """Whether there is anything to rewrite, or to put into modules."""
+        taken = (each for each in self.plan.decisions if each.kind in ("expected", "fallback"))
+        return any(self.plan.site[each.site].role != DECODE for each in taken)
 
     @property
     def run(self) -> str:
@@ -282,9 +281,11 @@ class CompiledModule:
         made.unknown = dict(self.unknown)
         for piece in self.pieces:
             made.add(piece.record)
-        if self.linears is not None:
-            made.add(GraphRecord(graph=len(self.pieces), uses=tuple(self.linears.uses(self.run))))
+        made.add(GraphRecord(graph=len(self.pieces), uses=self._at_seams()))
         return made
+
+    def _at_seams(self) -> tuple[Use, ...]:
+        return tuple(use for each in self.seams.values() for use in each.uses(self.run))
 
     def ranges(self) -> dict[str, Counter[str]]:
         """Range of tokens -> calls of each fused op in one run of the model, by the records."""
@@ -293,9 +294,9 @@ class CompiledModule:
             calls = found.setdefault(piece.tokens, Counter())
             calls.update(use.form for use in piece.record.uses if use.form is not None)
             calls.update(piece.record.others)
-        at_seams = () if self.linears is None else tuple(self.linears.uses(self.run))
+        at_seams = [use.form for use in self._at_seams() if use.form is not None]
         for calls in found.values():
-            calls.update(use.form for use in at_seams if use.form is not None)
+            calls.update(at_seams)
         return found
 
 

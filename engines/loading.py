@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from ..adapters.errors import LayerfuseError
-from ..fusion.planning import Decision
 from ..fusion.target import Target
 from .compiled_module import unfound_lines
 from .process import once
@@ -38,22 +35,6 @@ def nothing(model: nn.Module, why: str, stops: bool = False) -> None:
     if stops:
         raise NotFusedError(type(model).__name__, why)
     once(logging.WARNING, "layerfuse: nothing is fused in %s: %s", type(model).__name__, why)
-
-
-def why_unfound(name: str, decisions: Iterable[Decision], taken: str | None = None) -> str | None:
-    """Why a fusion that is asked for by name can happen at no site of a model, or None where it can.
-
-    Args:
-        name: the fusion's.
-        decisions: of all plans for the model.
-        taken: the reason of a decision at whose site something else does the same.
-    """
-    of_it = [each for each in decisions if each.fusion == name]
-    if any(each.kind in ("expected", "fallback") or each.reason == taken for each in of_it):
-        return None
-    refused = [each.reason for each in of_it if each.kind == "refused"]
-    reasons = Counter(refused or [each.reason for each in of_it])
-    return reasons.most_common(1)[0][0] if reasons else "none of its layers has such a chain"
 
 
 def device_of(module: nn.Module) -> torch.device:

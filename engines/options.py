@@ -21,9 +21,6 @@ KEY = "layerfuse"
 
 BACKEND = "LAYERFUSE_BACKEND"
 
-NAME = "mla_decode"
-"""Among the `fusions` that are asked for, and no fusion of graphs: see `placement`."""
-
 LINEARS = "few_token_linear", "few_token_linear_row_quant"
 """The fusions that an option of their own asks for, too."""
 
@@ -79,33 +76,21 @@ class Options:
             FusionConfigError: a fusion that does not exist, one that is both on and off, there or by `few_token_linears`, or an
                 unknown level.
         """
-        from ..fusion.catalog import FUSIONS
-        from ..fusion.config import FusionConfig, FusionConfigError, check_signs
+        from ..fusion.config import FusionConfig, FusionConfigError
 
         origin = f"additional_config[{KEY!r}]"
         line = self._line
-        text, _ = without(line)
         said = f"{'LAYERFUSE_FUSIONS' if self._from_environment else 'fusions'}={line}"
-        words = [word for word in map(str.strip, line.split(",")) if word]
-        if text:
-            try:
-                config = FusionConfig.parse(text, origin=said, strict=self.strict)
-            except FusionConfigError as error:
-                known = {word.lstrip("+-") for word in words} <= {*FUSIONS, NAME, "all", "none"}
-                if known or repr(NAME) in str(error):
-                    raise
-                # Of the graphs' fusions only those are named there.
-                raise FusionConfigError(f"{error} Beside the fusions of graphs, there is {NAME}.") from None
-        else:
-            config = FusionConfig(strict=self.strict)
+        config = FusionConfig(strict=self.strict)
+        if line:
+            config = FusionConfig.parse(line, origin=said, strict=self.strict)
         if self.few_token_linears:
-            off = next((name for name in LINEARS if f"-{name}" in words), None)
+            off = next((name for name in LINEARS if f"-{name}" in map(str.strip, line.split(","))), None)
             if off is not None:
                 raise FusionConfigError(
                     f"{said} switches {off} off, and few_token_linears switches it on: leave one of the two out"
                 )
             config = attrs.evolve(config, switches={**dict(config.switches), **dict.fromkeys(LINEARS, True)})
-        check_signs(words, said)  # of `mla_decode` too
         return config if self.level is None else attrs.evolve(config, level=self.level, origin=origin)
 
     def check(self) -> None:
@@ -130,12 +115,6 @@ class Options:
     @property
     def _line(self) -> str:
         return (os.environ.get("LAYERFUSE_FUSIONS", "") if self._from_environment else self.fusions or "").strip()
-
-    @property
-    def decode(self) -> bool | None:
-        """Whether `mla_decode` is asked for, which is no fusion of graphs; None: that is left to the default."""
-        asked = decode_in(self._line)
-        return False if asked is None and self.level == 0 else asked
 
     @property
     def _words(self) -> tuple[str, ...]:
@@ -168,30 +147,6 @@ class Options:
         """Whether what is on is left to the default."""
         said = self.fusions is not None or self.level is not None or self.few_token_linears
         return not said and not os.environ.get("LAYERFUSE_FUSIONS", "").strip()
-
-
-def decode_in(fusions: str) -> bool | None:
-    """Whether a line of fusions, as `LAYERFUSE_FUSIONS` has it, asks for `mla_decode`; None: it leaves that to the default."""
-    names = [name for name in map(str.strip, fusions.split(",")) if name]
-    if NAME in names or f"+{NAME}" in names:
-        return True
-    # Names without a sign are all that is on.
-    return None if all(name[0] in "+-" for name in names) and f"-{NAME}" not in names else False
-
-
-def without(fusions: str) -> tuple[str, bool]:
-    """A line of fusions without this name, and whether it was asked for.
-
-    The line is as `LAYERFUSE_FUSIONS` has it. What is left of one that asked for nothing else is `none`.
-    """
-    names = [name.strip() for name in fusions.split(",")]
-    left = [name for name in names if name.lstrip("+-") != NAME]
-    if len(left) == len(names):
-        return fusions, False
-    if NAME in names and all(name[:1] in ("+", "-") for name in left):
-        # Names alone are all that is on; without one, those with a sign would leave the rest as it is by default.
-        left = [name[1:] for name in left if name.startswith("+")] or ["none"]
-    return ",".join(left), NAME in names or f"+{NAME}" in names
 
 
 def is_off(additional_config: Any) -> bool:

@@ -1,45 +1,56 @@
-"""What is put into a model by code of its own, at seams of an engine, and what reports, keys and ranks ask of it."""
+"""A chain at seams of an engine that no graph shows: at which of its sites it ran, and why not at the others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
+from attrs import define, field
 from torch import nn
 
+from ..fusion.report import Use
 
-class Placement(Protocol):
-    """A chain at all layers of one kind of a model, or at none."""
 
-    name: str
-    "As it is asked for, and reported."
-    why_not: str | None
-    "Why it stands nowhere, as a sentence; None where it does."
+@define(kw_only=True, eq=False)
+class Placement(ABC):
+    """One fusion in one model."""
+
+    fusion: str
+    ran: dict[str, Counter[str]] = field(factory=dict)
+    "Site -> op -> calls in the first run; empty before it."
+
+    @abstractmethod
+    def calls(self) -> Mapping[str, Counter[str]]:
+        """Site -> op -> calls so far, for every site that was to have it."""
+
+    @abstractmethod
+    def why_left(self, site: str, run: str) -> str:
+        """Why nothing was called at a site in the first run, as a sentence; `run`: as `CompiledModule.run`."""
+
+    def uses(self, run: str) -> Iterator[Use]:
+        """What that run was."""
+        for site, calls in self.ran.items():
+            yield from (Use(site=site, fused=self.fusion, form=op, how="module") for op in calls.elements())
+            if not calls.total():
+                yield Use(site=site, fused=None, missed={self.fusion: self.why_left(site, run)}, how="module")
 
     @property
     def key(self) -> str:
-        """What the engine's cache has to know it by."""
+        """What the engine's cache has to know beside the plan; empty: nothing."""
+        return ""
 
-    def put_in(self) -> None:
-        """Let it stand there."""
+    def put_in(self) -> None:  # noqa: B027 (some stand there as they are made)
+        """Let it stand there, if it does not yet."""
 
     def look_again(self) -> bool:
         """Stand aside where something was put in the place of the engine's code since; whether it does from now on."""
-
-    def calls(self) -> int:
-        """How often its layers were called so far: each once in every step."""
-
-    def plain_beyond(self) -> int | None:
-        """The tokens behind which its ops are taken out of graphs again; None where they stand in all."""
-
-    def left(self) -> str | None:
-        """Why a layer has gone the engine's way, as a sentence, or None where none has."""
-
-    def sites(self) -> tuple[str, ...]:
-        """The names of its sites."""
+        return False
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Path of a layer -> the module in which it stands; empty where it stands nowhere."""
+        """Path of a layer -> the module in which it stands, as far as it is to be watched."""
+        return {}
 
-    def notes(self, run: str) -> Iterable[str]:
-        """What there is to say of a model's first call beside its sites, as sentences."""
+    def notes(self, run: str) -> Iterable[str]:  # noqa: ARG002 (for those that have some)
+        """What there is to say of the first run beside its sites, as sentences."""
+        return ()

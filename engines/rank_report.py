@@ -87,16 +87,6 @@ def rank_report_of(compiled: CompiledModule, rank: int) -> RankReport:
         beyond[name] = tuple(of.beyond)
         if lost:
             missed[name] = lost
-    if compiled.placed is not None:
-        name, sites_there, why = compiled.placed.name, compiled.placed.sites(), compiled.placed.why_not
-        calls = 0 if compiled.counted is None else compiled.counted[name]
-        called = None if called is None else {**called, name: calls}
-        if why is None and compiled.counted is not None and calls != len(sites_there):
-            why = compiled.placed.left() or f"{here().name} did not call these layers once each in the {compiled.run}"
-        if why is None:
-            fused[name] = sites_there
-        else:
-            missed[name] = dict.fromkeys(sites_there, why)
     return RankReport(
         rank=rank,
         fused={name: sites for name, sites in fused.items() if sites},
@@ -179,8 +169,8 @@ def _notes(compiled: CompiledModule) -> Iterable[str]:
         yield f"{max(others.values())} linears that no spec lists are layerfuse's for few tokens too"
     if compiled.routed():
         yield f"the routed experts of {compiled.routed()} layers are layerfuse's for few tokens"
-    if compiled.placed is not None and compiled.placed.why_not is None:
-        yield from compiled.placed.notes(compiled.run)
+    for each in compiled.seams.values():
+        yield from each.notes(compiled.run)
     yield from (f"not read, as no text runs it: {of_a_class}" for of_a_class in of_each_class(compiled.unread))
     if compiled.outside:
         shown = ", ".join(compiled.outside[:3]) + (
@@ -266,40 +256,19 @@ class Outcome:
                     "reason": reason,
                 }
             )
-        for name in self.placed():
-            for outcome, several in (("fused", dict.fromkeys(self.fused(name), "")), ("missed", missed.get(name, {}))):
-                rows += [
-                    {
-                        "site": site,
-                        "fusion": name,
-                        "tokens": "any number of tokens",
-                        "decision": "expected",
-                        "outcome": outcome,
-                        "reason": why,
-                    }
-                    for site, why in several.items()
-                ]
         return rows
-
-    def placed(self) -> tuple[str, ...]:
-        """What was put in place by code of its own, and is no fusion of graphs."""
-        names = dict.fromkeys(name for verdict in self.ranks for name in (*verdict.fused, *verdict.missed))
-        return tuple(name for name in names if name not in FUSIONS)
 
 
 def lines_of(outcome: Outcome) -> list[str]:
     """The outcome for people: a line for each fusion that concerns the model, and what of it did not happen."""
     missed = outcome.missed
     lines = []
-    for name in (*filter(outcome.plan.concerns, FUSIONS), *outcome.placed()):
+    for name in filter(outcome.plan.concerns, FUSIONS):
         called = _calls(name, outcome)
         fused = len(outcome.fused(name))
-        planned = name in FUSIONS
-        refused = outcome.plan.refused(name) if planned else ()
-        sites = {decision.site for decision in outcome.plan.expected(name)} if planned else ()
-        expected = len(sites) if planned else fused + len(missed.get(name, {}))
+        expected = len({decision.site for decision in outcome.plan.expected(name)})
         if not expected and not fused:
-            reasons = Counter(_FIGURES.sub("", decision.reason) for decision in refused)
+            reasons = Counter(_FIGURES.sub("", decision.reason) for decision in outcome.plan.refused(name))
             lines += [f"{name}: off at {count} sites: {reason}" for reason, count in reasons.items()]
             continue
         lines.append(f"{name}: {expected} expected, {fused} fused, {len(missed.get(name, {}))} missed{called}")

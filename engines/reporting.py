@@ -155,7 +155,7 @@ def _together(compiled: CompiledModule) -> tuple[int, tuple[RankReport, ...]]:
     except Exception as error:  # the others wait for an answer
         problem = f"no verdict: {type(error).__name__}: {error}"
         own = RankReport(rank=rank, fused={}, missed={}, called=None, problems=(problem,))
-    if size == 1 or not (compiled.active or compiled.placed) or dist.get_backend(group) != "gloo":
+    if size == 1 or not (compiled.active or compiled.seams) or dist.get_backend(group) != "gloo":
         return rank, (own,)
     verdicts: list[Any] = [None] * size
     try:

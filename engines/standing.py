@@ -31,7 +31,7 @@ from ..fusion.report import GraphRecord, Use
 from ..fusion.rewrite.attribution import is_around, join
 from ..fusion.rewrite.ranks import check_kernel
 from ..fusion.rewrite.unknown_norms import UnknownNorm
-from ..fusion.sites import OUTPUT, STREAM, Site
+from ..fusion.sites import OUTPUT, OWN_PLACE, STREAM, Site
 from . import calls, trial
 from .calls import GONE, Run
 from .compiled_module import CompiledModule, Piece
@@ -136,9 +136,9 @@ class Standing:
                 self.missed.setdefault(decision.site, problem)
 
     def _expected(self) -> list[Decision]:
-        """What is expected at the sites that have a place here: products of linears stand at seams of their own."""
+        """What is expected at the sites that have a place here: others have seams of their own."""
         plan = self.compiled.plan
-        return [each for each in plan.expected() if plan.site[each.site].linear is None]
+        return [each for each in plan.expected() if plan.site[each.site].role not in OWN_PLACE]
 
     def _put_in(self, site: Site, fusion: str) -> str | None:
         """Why not, or None."""
@@ -248,8 +248,8 @@ class Standing:
 
     def watch(self) -> None:
         """Look before each later call whether what an op stands in is there."""
-        if self.compiled.placed is not None:
-            self.inside.update(self.compiled.placed.modules())
+        for each in self.compiled.seams.values():
+            self.inside.update(each.modules())
         if self.inside:
             self._hold()
             for module in {id(each): each for each in (self.model, self._around())}.values():
@@ -453,16 +453,14 @@ def counted(compiled: CompiledModule) -> Iterator[None]:
     """Count the fused ops that are called while this lasts, but for the products inside of shared experts, which no graph and no site holds."""
     from ..fusion.backends import counting
 
-    before, placed = compiled.aside(), 0 if compiled.placed is None else compiled.placed.calls()
-    linears = compiled.linears
-    at_seams = {} if linears is None else linears.calls()
+    before, at_seams = compiled.aside(), {name: each.calls() for name, each in compiled.seams.items()}
     with counting() as calls:
         yield
-    if linears is not None:
-        linears.ran = {site: counts - at_seams[site] for site, counts in linears.calls().items()}
     compiled.counted = calls - (compiled.aside() - before)
-    if compiled.placed is not None:
-        compiled.counted[compiled.placed.name] = compiled.placed.calls() - placed
+    for name, each in compiled.seams.items():
+        each.ran = {site: counts - at_seams[name][site] for site, counts in each.calls().items()}
+        # An MLA layer is counted in a step that decodes nothing too, in which its op is not called.
+        compiled.counted |= sum(each.ran.values(), Counter())
 
 
 def at_first_call(

@@ -119,6 +119,8 @@ class Fusion:
     "Up to how many tokens it is taken at a site; None: any number, everywhere."
     opt_in: bool = False
     "Whether it is on by its own name alone: `all` does not ask for it."
+    nowhere: str = "none of its layers has such a chain"
+    "Why a model has no site for it, as a sentence, where a plan lists none."
     owner: str = LAYERFUSE
     "The package that declares it."
     entry_point: str = ""

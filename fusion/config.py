@@ -18,7 +18,7 @@ from .catalog import FUSIONS
 from .chain import Fusion
 from .engine import Engine
 from .policy import Measurement, Policy, shipped
-from .sites import FINAL, QK, ROLES, Site
+from .sites import FINAL, ROLES, UNREAD, Site
 
 ENVIRONMENT = "LAYERFUSE_FUSIONS"
 """The environment variable that `FusionConfig.from_environment` reads."""
@@ -53,19 +53,11 @@ def shadow_calls() -> int:
     return int(text or 0)
 
 
-OUTSIDE_OF_GRAPHS = {
-    "mla_decode": "it stands in vLLM's MLA layers and in no graph: `layerfuse plan --engine vllm` plans it, and vLLM's plugin takes it"
-}
-"""What is asked for as fusions are and is none of the catalog, and where it is known."""
-
-
 def _known(name: str, where: str) -> str:
-    if isinstance(name, str) and name in OUTSIDE_OF_GRAPHS:
-        raise FusionConfigError(f"{where}: {name} is not known here: {OUTSIDE_OF_GRAPHS[name]}.")
     if not isinstance(name, str) or name not in FUSIONS:
         raise FusionConfigError(
             f"{where}: no fusion is called {shown(name)}"
-            + (did_you_mean(name, (*FUSIONS, *OUTSIDE_OF_GRAPHS)) or f". Known: {', '.join(FUSIONS)}.")
+            + (did_you_mean(name, FUSIONS) or f". Known: {', '.join(FUSIONS)}.")
             + "".join(f" Not usable: {error}" for error in FUSIONS.refused)
         )
     return name
@@ -132,8 +124,8 @@ def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quan
     if value is None:
         return ()
     if isinstance(value, ActivationQuant):
-        # What reads the final norm, a language-model head, is quantised in hardly any checkpoint; no linear reads query and key.
-        return tuple((role, value) for role in ROLES if role not in (FINAL, QK))
+        # What reads the final norm, a language-model head, is quantised in hardly any checkpoint.
+        return tuple((role, value) for role in ROLES if role not in (FINAL, *UNREAD))
     if not _is_pairs(value):
         raise FusionConfigError(
             f"FusionConfig.quant: expected an ActivationQuant, or a mapping from roles to them, got {shown(value)}"

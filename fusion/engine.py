@@ -75,6 +75,8 @@ class Engine:
     "Whether it has built the model, which then has no linear but those that specs list."
     linears_apart: bool = False
     "Whether linears, those of shared experts too, have places of their own at module level: for their products, and for what the product in an MLP quantises."
+    decodes: bool = False
+    "Whether it has a place for all that stands around an MLA layer's attention in a decode step, so that such a layer has a site for it."
     uncompiled: str | None = field(default=None, validator=_sentence)
     """Why it does not compile the model, as a sentence; fusions can then go in at module level only. None: it does."""
 

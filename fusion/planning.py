@@ -27,8 +27,8 @@ from .engine import NAMES as ENGINES
 from .engine import Engine
 from .legality import legality
 from .limits import TokenLimit
-from .policy import AT_SEAMS, Policy, shipped
-from .sites import ACTIVATION, FINAL, INPUT, Site, linear_sites, mixtures_of, sites_of
+from .policy import Policy, shipped
+from .sites import ACTIVATION, FINAL, INPUT, Site, decode_sites, linear_sites, mixtures_of, sites_of
 from .steps import Kind, Legality
 from .target import Target
 
@@ -248,8 +248,7 @@ def plan(
             raise ArgumentError(f"{name}: got {shown(value)}; {how}")
     for measured in () if policy is None else policy.measurement:
         for name in (*measured.fusions, *filter(None, [measured.unless])):
-            if name not in AT_SEAMS:
-                FUSIONS.check(name)
+            FUSIONS.check(name)
     placed = tuple(map(_placed, several(specs)))
     twice = [key for key, n in Counter((layer, type(spec).__name__) for layer, spec in placed).items() if n > 1]
     if twice:
@@ -265,6 +264,8 @@ def plan(
         for site in sites_of(layer, spec, mixtures.get(spec.layer_index) if isinstance(spec, GatedMLPSpec) else None)
     )
     sites = tuple(_reduced(placed, found))
+    if engine is not None and engine.decodes:
+        sites += tuple(decode_sites(placed))
     linears: tuple[Site, ...] = ()
     if engine is not None and engine.linears is not None:
         linears = tuple(linear_sites(placed, engine.linears, mixtures, engine.loaded))
@@ -279,6 +280,22 @@ def plan(
     return Plan(
         target=target, config=config, engine=engine, specs=placed, sites=(*sites, *linears), decisions=tuple(decisions)
     )
+
+
+def why_unfound(name: str, decisions: Iterable[Decision], taken: str | None = None) -> str | None:
+    """Why a fusion that is asked for by name can happen at no site of a model, or None where it can.
+
+    Args:
+        name: the fusion's.
+        decisions: of all plans for the model.
+        taken: the reason of a decision at whose site something else does the same.
+    """
+    of_it = [each for each in decisions if each.fusion == name]
+    if any(each.kind in ("expected", "fallback") or each.reason == taken for each in of_it):
+        return None
+    refused = [each.reason for each in of_it if each.kind == "refused"]
+    reasons = Counter(refused or [each.reason for each in of_it])
+    return reasons.most_common(1)[0][0] if reasons else FUSIONS[name].nowhere
 
 
 def several(specs: Any) -> Iterable[Placed]:

@@ -39,6 +39,7 @@ QK = "qk"
 OUTPUT = "output"
 ACTIVATION = "activation"
 LINEAR = "linear"
+DECODE = "decode"
 
 
 @frozen(kw_only=True)
@@ -94,12 +95,23 @@ ROLES: dict[str, Role] = {
             doc="a linear of attention, an MLP or shared experts, in an engine that has a place for another product there",
             norms=0,
         ),
+        Role(
+            name=DECODE,
+            doc="what stands around an MLA layer's attention in a decode step, in an engine that has a place for all of it",
+            norms=0,
+        ),
     )
 }
 """Every role a site can have."""
 
 STREAM = (INPUT, POST_ATTENTION, FINAL)
 """The roles of the residual stream."""
+
+UNREAD = (QK, DECODE)
+"""The roles of what no linear reads."""
+
+OWN_PLACE = (LINEAR, DECODE)
+"""The roles of what only engines have a place for, each of its own kind."""
 
 
 @frozen(kw_only=True)
@@ -259,6 +271,11 @@ def sites_of(layer: str, spec: AnySpec, mixture: ExpertsSpec | None = None) -> t
         shared = "it reads the keys of an earlier layer, and norms none of its own" if spec.shares_kv else None
         return (Site(layer=layer, role=QK, norms=(spec.q_norm, spec.k_norm), spec=spec, absent=shared),)
     return ()
+
+
+def decode_sites(placed: Iterable[tuple[str, AnySpec]]) -> Iterator[Site]:
+    """A site for the decode step of each MLA layer among (path, spec) pairs."""
+    return (Site(layer=layer, role=DECODE, norms=(), spec=spec) for layer, spec in placed if isinstance(spec, MLASpec))
 
 
 def _scanned(layer: str, spec: Mamba2Spec) -> Site:

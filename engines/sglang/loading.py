@@ -13,12 +13,12 @@ from ...adapters.errors import UnknownLayerError
 from ...adapters.specs import AnySpec
 from ...fusion.engine import Engine
 from ...fusion.live_plan import module_index_of
-from ...fusion.planning import plan
+from ...fusion.planning import plan, why_unfound
 from ...fusion.rewrite.attribution import join
 from ...fusion.sites import linear_sites, mixtures_of
 from ..compiled_module import CompiledModule, say_unfound
-from ..loading import NotFusedError, device_of, nothing, target_of, why_unfound
-from ..options import NAME, Options
+from ..loading import NotFusedError, device_of, nothing, target_of
+from ..options import Options
 from ..process import of_each_class, once
 from . import products
 from .facts import engine_of
@@ -75,9 +75,7 @@ def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
 
 def _unfound(options: Options, compiled: CompiledModule) -> dict[str, str]:
     """The fusions that are asked for by name and can happen at no site -> why."""
-    found = {name: why_unfound(name, compiled.plan.decisions) for name in options.named if name != NAME}
-    if NAME in options.named:
-        found[NAME] = "it does not stand inside SGLang yet"
+    found = {name: why_unfound(name, compiled.plan.decisions) for name in options.named}
     return {name: why for name, why in found.items() if why is not None}
 
 

@@ -108,9 +108,7 @@ def put_in(compiled: CompiledModule, model: nn.Module) -> None:
         if problem is not None:
             left[site.name] = problem
             once(logging.WARNING, LEFT, problem)
-    compiled.linears = AtSeams(
-        fusion=BLOCKS, left=left, calls=lambda: {site: calls.copy() for site, calls in ran.items()}
-    )
+    compiled.seams[BLOCKS] = AtSeams(fusion=BLOCKS, left=left, counts=ran)
 
 
 def fits(weight: Any, weight_scale: Any) -> bool:

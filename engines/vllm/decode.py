@@ -7,29 +7,31 @@ its MLA wrapper calls three ops of ours (`decode_ops`), compiled or not: two sta
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
 import logging
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import define, field
 from torch import nn
 
-from ...adapters.specs import AnySpec, MLASpec
+from ...adapters.specs import MLASpec
 from ...fusion.ops.agreement import RankDisagreementError, agree
+from ...fusion.planning import Plan
+from ...fusion.sites import DECODE
 from ..hooks import HookError, check, wrapped_by
+from ..host import here
 from ..native import Native, NotNativeError, native, native_call
-from ..options import NAME
+from ..placement import Placement
 from ..process import once
 from ..seams import seam_of
-from .decode_facts import ATTENTION, CHANGED, CLASS, HOOKS, LEFT, WHY, WRITE, why_not_here, why_not_read, why_not_spec
+from .decode_facts import ATTENTION, CHANGED, CLASS, HOOKS, LEFT, NAME, WHY, WRITE, why_not_here, why_not_read
 from .seams import SEAMS
 
 _loaded = count(1)
@@ -58,10 +60,10 @@ def why_not_vllm() -> str | None:
 
 
 @define(kw_only=True, eq=False)
-class Door:
-    """The layers of one module that vLLM runs whose forward is to be ours: all of its MLA layers, or none."""
+class Door(Placement):
+    """The layers of one module that vLLM runs whose forward is to be ours: all of its MLA layers in which that is expected, or none."""
 
-    name: str = NAME
+    fusion: str = NAME
     module: nn.Module = field(repr=False)
     layers: dict[str, MLASpec]
     "By their path in the module."
@@ -76,14 +78,13 @@ class Door:
     "A `decode_ops.Layer` for each."
 
     @classmethod
-    def of(
-        cls, module: nn.Module, specs: Iterable[tuple[str, AnySpec]], vllm_config: Any, compiled: bool = True
-    ) -> Door | None:
-        """What is to be done in a module; None where it has no MLA layer. Nothing changes yet, and what is decided here holds."""
-        found = {path: spec for path, spec in specs if isinstance(spec, MLASpec)}
-        if not found:
+    def of(cls, module: nn.Module, decided: Plan, vllm_config: Any, compiled: bool = True) -> Door | None:
+        """What is to be done in a module; None where its plan expects it nowhere. Nothing changes yet, and what is decided here holds."""
+        sites = [decided.site[each.site] for each in decided.expected(NAME)]
+        if not sites:
             return None
-        door = cls(module=module, layers=found, vllm_config=vllm_config, compiled=compiled)
+        layers: Any = {site.layer: site.spec for site in sites}
+        door = cls(module=module, layers=layers, vllm_config=vllm_config, compiled=compiled)
         door.why_not = door._why_not_together(door._why_not_here())
         return door
 
@@ -95,11 +96,10 @@ class Door:
         shared = getattr(self.vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1
         for path, spec in self.layers.items():
             wrapper = self._wrapper(path)
-            problem = why_not_spec(spec)
             if wrapper is None:
                 kind = type(self.module.get_submodule(path))
                 problem = f"{kind.__module__}.{kind.__qualname__} is not vLLM's {CLASS[1]}, and holds none"
-            if problem is None:
+            else:
                 problem = _why_not_layer(wrapper, spec, shared)
             if problem is not None:
                 yield f"{path}: {problem}"
@@ -117,11 +117,8 @@ class Door:
 
     @property
     def key(self) -> str:
-        """What vLLM's cache has to know this by."""
-        digest = hashlib.sha256()
-        for name in ("decode.py", "decode_ops.py", "decode_beyond.py"):
-            digest.update(Path(__file__).with_name(name).read_bytes())
-        return f"{NAME} {digest.hexdigest()} {self.most} {sorted(self.layers.items())!r}"
+        """Where plain torch begins, if the layers are ours."""
+        return f"{NAME} {self.most}" if self.stands else ""
 
     @property
     def stands(self) -> bool:
@@ -198,28 +195,29 @@ class Door:
 
     def notes(self, run: str) -> Iterator[str]:
         """How many of the layers have run a decode step: vLLM's profiling run makes none."""
-        decoded = sum(layer.name not in layer.waiting for layer in self.made)
-        yield f"{NAME}: {decoded or 'none'} of these calls decoded in the {run}"
+        if self.stands:
+            decoded = sum(layer.name not in layer.waiting for layer in self.made)
+            yield f"{NAME}: {decoded or 'none'} of these calls decoded in the {run}"
 
-    def calls(self) -> int:
-        """Of all layers, so far."""
-        return sum(layer.calls for layer in self.made)
+    def calls(self) -> dict[str, Counter[str]]:
+        """Of each layer the calls of its attention, whatever a step is, by the op that absorbs its query in a decode step."""
+        found: dict[str, Counter[str]] = {f"{path}:{DECODE}": Counter() for path in self.layers}
+        for calls, layer in zip(found.values(), self.made, strict=False):
+            calls[layer.op] = layer.calls
+        return found
+
+    def why_left(self, site: str, run: str) -> str:  # noqa: ARG002 (all of them are left together)
+        """Why vLLM's own way was gone."""
+        left = next(filter(None, (layer.left for layer in self.made)), None)
+        return self.why_not or left or f"{here().name} did not call this layer in the {run}"
 
     def plain_beyond(self) -> int | None:
         """The tokens behind which plain torch stands in graphs, where the layers are ours."""
         return self.most if self.stands else None
 
-    def left(self) -> str | None:
-        """Why a layer has gone vLLM's way, as a sentence, or None where none has."""
-        return next(filter(None, (layer.left for layer in self.made)), None)
-
     def modules(self) -> dict[str, nn.Module]:
         """Path of a layer -> the wrapper whose forward is ours; empty where none is."""
         return dict(zip(self.layers, (layer.wrapper for layer in self.made), strict=True)) if self.stands else {}
-
-    def sites(self) -> tuple[str, ...]:
-        """The names of the layers' sites, as the report has them."""
-        return tuple(f"{path}:decode" for path in self.layers)
 
 
 def _why_not_layer(wrapper: Any, spec: MLASpec, shared: bool) -> str | None:

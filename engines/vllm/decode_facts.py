@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import ast
 import os
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import attrs
+
+from ...fusion.engine import Engine
+from ...fusion.planning import Plan, plan
+from ...fusion.sites import DECODE, LATENTS
+from ...fusion.steps.decode import WHY as OF_SPECS
 from ..hooks import Hook, check_source
-from ..options import NAME, decode_in
-from .defaults import on_by_default
 from .switches import BATCH_INVARIANT, INVARIANT, MLA_DISABLE, is_set
 
-if TYPE_CHECKING:
-    from ...adapters.specs import AnySpec, MLASpec
-    from ...fusion import Engine
+NAME = "mla_decode"
 
 TAKES = f"{NAME} takes what stands there"
 """The reason in the plan of what is taken at the same sites."""
@@ -80,9 +81,7 @@ HOOKS = tuple(
 """What of vLLM is called, or done in its place."""
 
 WHY = {
-    "no latent": "q_lora_rank is None: there is no query latent",
-    "not roped": "none of its columns is roped",
-    "rope unknown": "nothing says how its columns are roped",
+    **OF_SPECS,
     "no table": "its rope has no table of cos and sin",
     "sparse": "its attention is sparse",
     "gate": "it has an output gate",
@@ -187,15 +186,6 @@ READS = {
 """Method of vLLM's -> the attributes of itself that it reads in 0.26.0 and 0.33.0. One that reads more does something new."""
 
 
-def why_not_spec(spec: MLASpec) -> str | None:
-    """Why a layer cannot take it, from its spec alone, as a sentence; None where it can."""
-    if spec.q_norm is None:
-        return WHY["no latent"]
-    if spec.rope is None or spec.rope.width == 0:
-        return WHY["rope unknown" if spec.rope is None else "not roped"]
-    return None
-
-
 def why_not_read(hook: Hook, source: ast.AST) -> str | None:
     """Why a method of vLLM's does more than is known, from its source; None where it does not."""
     known = READS.get(hook.path)
@@ -261,55 +251,20 @@ def why_no_mla(architectures: Iterable[str]) -> str | None:
     return WHY["disabled"] if disabled else None
 
 
-def beside(engine: Engine) -> Engine:
-    """The engine where both latent norms of all MLA layers are taken already."""
-    import attrs
-
-    from ...fusion.sites import LATENTS
-
-    return attrs.evolve(engine, keeps={**engine.keeps, LATENTS: TAKES})
-
-
-MEASURED = (
-    "measured 1.12, 1.11, 1.03 and 1.01 times faster per decode step at batch 1, 8, 64 and 256 beside what is on (DeepSeek-V3 in fp8, a rank of eight, "
-    "dense layers, FlashInfer linears), 1.05, 1.03, 1.02 and 1.01 (Kimi-K2.5, a rank of eight; vLLM 0.33.0, NVIDIA H100 80GB HBM3); steps of "
-    "more prompt tokens than CUDA graphs hold cost the host 0.1 ms per layer more, which is why it is off"
-)
-"""Of `mla_decode`, as plans say it."""
-
-
-def planned(specs: Iterable[AnySpec], architectures: Iterable[str], arch: str) -> tuple[list[str], bool]:
-    """What `layerfuse plan` says of it: a sentence for each kind of MLA layer, by the environment's wishes, and whether it stands.
-
-    Args:
-        specs: of the whole model.
-        architectures: of the model.
-        arch: as `Target.arch`.
-    """
-    from ...adapters.specs import MLASpec
-
-    layers = [spec for spec in specs if isinstance(spec, MLASpec)]
+def planned(engine: Engine, architectures: Iterable[str]) -> Engine:
+    """An engine of whose models only the names are known, with a place for it in their MLA layers, or with the reason why there is none."""
     given = frozenset(architectures)
-    everywhere = WHY["sparse"] if SPARSE_MODELS & given else None
-    if everywhere is None and not WRAPPED & given:
-        everywhere = f"vLLM's code of this model is not known to hold a {CLASS[1]}"
-    reasons = Counter(everywhere or why_not_spec(spec) for spec in layers)
-    wanted = decode_in(os.environ.get("LAYERFUSE_FUSIONS", ""))
-    default = NAME in on_by_default(arch)
-    asked = default if wanted is None else wanted
-    environment = _why_not_environment() or why_no_mla(given)
-    said = []
-    for reason, number in reasons.items():
-        if reason is not None:
-            why = f"not possible: {reason}"
-        elif environment is not None:
-            why = f"not done: {environment}"
-        elif not asked:
-            switched = "it is switched off" if wanted is False else "off in vllm unless switched on"
-            why = f"{switched}: {MEASURED}"
-        elif len(reasons) > 1:
-            why = "not done, since it takes all MLA layers of a model or none"
-        else:
-            why = f"both norms, the ropes and the cache write of a decode step are two launches or three, in vLLM's {CLASS[1]}"
-        said.append(f"{NAME} at {number} MLA layers: {why}.")
-    return said, asked and environment is None and set(reasons) == {None}
+    why = WHY["sparse"] if SPARSE_MODELS & given else _why_not_environment() or why_no_mla(given)
+    if why is None and not WRAPPED & given:
+        why = f"vLLM's code of this model is not known to hold a {CLASS[1]}"
+    return attrs.evolve(
+        engine, decodes=True, refuses=engine.refuses if why is None else {**engine.refuses, DECODE: why}
+    )
+
+
+def taking(decided: Plan) -> Plan:
+    """A plan in which both latent norms of all MLA layers are taken already, where it expects that."""
+    if decided.engine is None or not decided.expected(NAME):
+        return decided
+    engine = attrs.evolve(decided.engine, keeps={**decided.engine.keeps, LATENTS: TAKES})
+    return plan(decided.specs, decided.target, decided.config, engine)

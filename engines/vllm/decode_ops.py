@@ -27,6 +27,7 @@ from vllm.utils import torch_utils
 
 from ...adapters.errors import LayerfuseError
 from ...fusion.backends import listening, steps
+from ...fusion.latent_ops import MLA_QUERY_ABSORB, MLA_QUERY_ABSORB_STATIC_QUANT
 from ...fusion.ops.library import case_maker, declared, direct, repeating
 from ..native import Native
 from ..process import once
@@ -43,7 +44,8 @@ SPLIT = "layerfuse_vllm::mla_attend"
 """What vLLM splits its graphs at."""
 
 _write, _rope = repeating(WRITE), repeating("mla_query_rope")
-_absorb, _absorb_quant = direct("mla_query_absorb"), direct("mla_query_absorb_static_quant")
+ABSORB, ABSORB_QUANT = MLA_QUERY_ABSORB.name, MLA_QUERY_ABSORB_STATIC_QUANT.name
+_absorb, _absorb_quant = direct(ABSORB), direct(ABSORB_QUANT)
 _kinds: dict[Hashable, object] = {}
 """`Layer.kind` -> what stands for it in a key."""
 
@@ -103,6 +105,11 @@ class Layer:
 
     def __attrs_post_init__(self) -> None:
         self.children = self.wrapper._modules
+
+    @property
+    def op(self) -> str:
+        """What absorbs its query in a decode step."""
+        return ABSORB if self.query_dtype is None else ABSORB_QUANT
 
     @property
     def norms(self) -> tuple[dict[str, Any], dict[str, Any]]:

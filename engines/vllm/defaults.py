@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from ...fusion.policy import Measurement, shipped
-from ..options import NAME
 
 
 def on_by_default(arch: str | None = None) -> dict[str, tuple[str, ...]]:
@@ -28,8 +27,8 @@ def on_by_default(arch: str | None = None) -> dict[str, tuple[str, ...]]:
 def may_find_a_site(vllm_config: Any, arch: str) -> bool:
     """Whether anything that is on by default can find a site in a model, by vLLM's config of it alone.
 
-    A fused quantisation wants a model that is quantised, an all-reduce its ranks, and a gated norm stands behind a layer that has a
-    state of its own. What a config does not say counts as there.
+    A fused quantisation wants a model that is quantised, an all-reduce its ranks, a gated norm stands behind a layer that has a state of
+    its own, and MLA's chains in MLA layers. What a config does not say counts as there.
 
     Args:
         vllm_config: vLLM's own.
@@ -42,7 +41,7 @@ def may_find_a_site(vllm_config: Any, arch: str) -> bool:
     return any(
         (quantised or not name.endswith("_quant"))
         and (state or not name.startswith("gated_"))
-        and (latents or name != NAME)
+        and (latents or not name.startswith("mla_"))
         for each in _faster()
         if each.arch == arch and each.ranks <= ranks
         for name in each.fusions

@@ -38,8 +38,7 @@ def key_for(compiled: CompiledModule) -> str:
     if parallel_state.model_parallel_is_initialized():
         dtype = compiled.config.model_config.dtype
         said += kernels_here(compiled.plan, tensor_parallel_group(), dtype, compiled.device)
-    if compiled.placed is not None and compiled.placed.why_not is None:
-        said.append(compiled.placed.key)
+    said += [each.key for each in compiled.seams.values()]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
 

@@ -16,17 +16,16 @@ from ...adapters.errors import UnknownLayerError
 from ...adapters.linear_quant import kernel_of, quantises_inside
 from ...adapters.specs import AnySpec, FinalNormSpec
 from ...fusion.live_plan import module_index_of
-from ...fusion.planning import plan
-from ...fusion.sites import linear_sites, mixtures_of
+from ...fusion.planning import plan, why_unfound
+from ...fusion.sites import DECODE, linear_sites, mixtures_of
 from ..compiled_module import CompiledModule, say_unfound
-from ..loading import NotFusedError, device_of, nothing, target_of, why_unfound
-from ..options import NAME, Options
+from ..loading import NotFusedError, device_of, nothing, target_of
+from ..options import Options
 from ..process import of_each_class, once
 from . import products, shared_experts
 from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
 from .decode import Door
-from .decode_facts import LEFT, TAKES, beside
-from .defaults import on_by_default
+from .decode_facts import LEFT, NAME, TAKES, taking
 from .keys import check_table
 from .native_fusions import by_transformers
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
@@ -105,12 +104,19 @@ def compiled_modules_of(
         if not inside and not unknown_here:
             continue  # what sees or hears
         target = target_of(module)
-        door = _door(module, inside, vllm_config, options.decode, target.arch, reason is None)
         engine = engine_for(vllm_config, target, reason, type(model).__name__)
         engine = attrs.evolve(
-            engine, linears=dict(_linears_left(module, inside, vllm_config, reason is None)), loaded=True
+            engine,
+            linears=dict(_linears_left(module, inside, vllm_config, reason is None)),
+            loaded=True,
+            decodes=True,
         )
-        taken = door is not None and door.stands
+        decided = plan(inside, target, config, engine)
+        door = Door.of(module, decided, vllm_config, reason is None)
+        if door is not None and door.why_not is not None and NAME not in dict(config.switches):
+            once(logging.INFO, f"{LEFT} (it is on by default here)", door.why_not)
+            engine = attrs.evolve(engine, keeps={**engine.keeps, DECODE: door.why_not})
+            decided, door = plan(inside, target, config, engine), None
         left = ignored | {layer for layer, _ in specs} - {layer for layer, _ in here}
         around = attrs.evolve(
             module_index_of(module),
@@ -124,7 +130,7 @@ def compiled_modules_of(
                     name=type(module).__qualname__,
                     model=type(model).__qualname__,
                     path=path,
-                    plan=plan(inside, target, config, beside(engine) if taken else engine),
+                    plan=taking(decided) if door is not None and door.stands else decided,
                     around=around,
                     config=vllm_config,
                     device=device_of(module),
@@ -132,7 +138,7 @@ def compiled_modules_of(
                     report_path=options.report,
                     unknown=unknown_here,
                     at_modules=reason,
-                    placed=door,
+                    seams={} if door is None else {NAME: door},
                     engine=engine,
                 ),
             )
@@ -148,9 +154,7 @@ def compiled_modules_of(
     for _, compiled in compiled_modules:
         if stops and compiled.engine is not None and "*" in compiled.engine.refuses:
             nothing(model, compiled.engine.refuses["*"], stops)
-    if reason is not None and not any(
-        compiled.active or compiled.placed is not None for _, compiled in compiled_modules
-    ):
+    if reason is not None and not any(compiled.active or compiled.seams for _, compiled in compiled_modules):
         if not (unfound and options.names_alone):
             nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)
         return
@@ -162,24 +166,6 @@ def compiled_modules_of(
         first.unread = {layer: cls for layer, cls in everywhere.items() if layer not in unknown}
     check_table(vllm_config)
     yield from compiled_modules
-
-
-def _door(
-    module: nn.Module,
-    specs: list[tuple[str, AnySpec]],
-    vllm_config: Any,
-    asked: bool | None,
-    arch: str,
-    compiled: bool,
-) -> Door | None:
-    """What is to be done in the MLA layers of a module: where it was asked for, or is on by default and can be done."""
-    if not (NAME in on_by_default(arch) if asked is None else asked):
-        return None
-    door = Door.of(module, specs, vllm_config, compiled)
-    if asked is None and door is not None and not door.stands:
-        once(logging.INFO, f"{LEFT} (it is on by default here)", door.why_not)
-        return None
-    return door
 
 
 def _linears_left(
@@ -225,16 +211,9 @@ def _say_quantised_inside(vllm_config: Any, model: nn.Module) -> None:
 
 def _unfound(options: Options, compiled_modules: list[CompiledModule]) -> dict[str, str]:
     """The fusions that are asked for by name and can happen at no site of a model -> why."""
-    found: dict[str, str] = {}
-    for name in options.named:
-        if name == NAME:
-            if all(compiled.placed is None for compiled in compiled_modules):
-                found[name] = "it has no MLA layer"
-            continue
-        why = why_unfound(name, (each for compiled in compiled_modules for each in compiled.plan.decisions), TAKES)
-        if why is not None:
-            found[name] = why
-    return found
+    decisions = [each for compiled in compiled_modules for each in compiled.plan.decisions]
+    found = {name: why_unfound(name, decisions, TAKES) for name in options.named}
+    return {name: why for name, why in found.items() if why is not None}
 
 
 def _is_last_stage() -> bool:

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
-from ...fusion.sites import FINAL, LINEAR
+from ...fusion.sites import FINAL, OWN_PLACE
 from .decode_facts import CLASS, SPARSE_MODELS, why_no_mla
 from .switches import is_set
 
@@ -361,7 +361,11 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
         else:
             does[name] = f"vLLM does it: {code.by}; {INSTEAD}"
     # Linears say it themselves: those of shared experts have a place all the same.
-    without = [name for name, each in FUSIONS.items() if LINEAR not in each.roles and name not in {*known, *keeps}]
+    without = [
+        name
+        for name, each in FUSIONS.items()
+        if not {*OWN_PLACE}.intersection(each.roles) and name not in {*known, *keeps}
+    ]
     refuses = dict.fromkeys(without, f"{reason}; at module level there is no place for it")
     if not COPIED.isdisjoint(architectures):
         copied = "vLLM copies what the norm of this delta net gives before a linear reads it"

@@ -11,8 +11,8 @@ from typing import Literal
 from ...fusion.backends import BackendError
 from ...fusion.config import FusionConfigError
 from ..hooks import check_source
-from ..options import BACKEND, NAME, Options, check_backend
-from .decode_facts import CLASS, why_not_source
+from ..options import BACKEND, Options, check_backend
+from .decode_facts import CLASS, NAME, why_not_source
 from .defaults import on_by_default
 from .few_tokens import beside
 from .hooks import HOOKS

@@ -166,8 +166,8 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from .loading import compiled_modules_of
 
         for module, compiled in compiled_modules_of(config, model, options, draft):
-            if compiled.placed is not None:
-                compiled.placed.put_in()
+            for each in compiled.seams.values():
+                each.put_in()
             with _quietly("looking at experts"):
                 from . import routed_experts, shared_experts
 
@@ -284,9 +284,7 @@ def _say_who_passed_by(compiled: CompiledModule, *names: str) -> None:
 
 def _find_key(compiled: CompiledModule) -> None:
     """Before vLLM looks into its cache: tell it by what key this module is known."""
-    if process.this.off is None and (
-        compiled.active or (compiled.placed is not None and compiled.placed.why_not is None)
-    ):
+    if process.this.off is None and (compiled.active or any(each.key for each in compiled.seams.values())):
         compiled.key = uuid.uuid4().hex  # where none can be found, one that no other start has
         with _quietly("finding the key of the fusions for vLLM's cache", compiled.strict):
             from .keys import key_for
@@ -389,7 +387,8 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _check_that_one_was_read(vars(backend).get("vllm_config"))  # here too: the hook of steps is none that is needed
     if compiled is not None and compiled.active:
         _add_pass(backend, compiled)
-    most = None if compiled is None or compiled.placed is None else compiled.placed.plain_beyond()
+    door: Any = None if compiled is None else compiled.seams.get("mla_decode")
+    most = None if door is None else door.plain_beyond()
     if most is not None:
         with _quietly("adding the pass for many tokens to vLLM's"):
             from .decode_beyond import PlainBeyond

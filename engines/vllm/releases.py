@@ -12,6 +12,7 @@ from ...adapters.errors import LayerfuseError, cut, shown
 from ...fusion.engine import Engine
 from ...fusion.target import Target
 from . import native_fusions
+from .decode_facts import planned
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
 
 
@@ -160,7 +161,7 @@ def engine_of(
     recorded = release_named(release)
     name = recorded.name
     if is_set(BATCH_INVARIANT):
-        return Engine(name="vllm", refuses={"*": INVARIANT})
+        return Engine(name="vllm", refuses={"*": INVARIANT}, decodes=True)
     architectures = tuple(architectures)
     if architectures and recorded.without.issuperset(architectures):
         return Engine(name="vllm", refuses={"*": native_fusions.by_transformers(f"vLLM {name}", architectures[0])})
@@ -173,5 +174,5 @@ def engine_of(
     elif known and target.vendor == "nvidia":
         reason = f"vLLM {name} runs {known[0]} in breakable CUDA graphs by default, and does not compile it"
     else:
-        return native_fusions.compiled(place)
-    return native_fusions.uncompiled(reason, architectures, place, recorded.seams)
+        return planned(native_fusions.compiled(place), architectures)
+    return planned(native_fusions.uncompiled(reason, architectures, place, recorded.seams), architectures)

@@ -59,13 +59,9 @@ def expect_products(compiled: CompiledModule, module: nn.Module) -> dict[str, An
         for site in found
         if site.linear is not None and (site.experts is not None or compiled.at_modules is not None)
     }
-    for kernel in kernels.values():
-        inside.ran.setdefault(kernel, Counter())
-    compiled.linears = (
-        AtSeams(fusion=BLOCKS, calls=lambda: {name: inside.ran[kernel].copy() for name, kernel in kernels.items()})
-        if kernels
-        else None
-    )
+    counts = {name: inside.ran.setdefault(kernel, Counter()) for name, kernel in kernels.items()}
+    if counts:
+        compiled.seams[BLOCKS] = AtSeams(fusion=BLOCKS, counts=counts)
     return kernels
 
 

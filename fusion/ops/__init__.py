@@ -20,8 +20,8 @@ from .library import public
 def _of(fusion: Fusion) -> dict[str, Callable[..., Any]]:
     """The ops of a fusion. Another package's that torch does not take are refused with the fusion, and not with all others."""
     try:
-        # Those of linears are there without a fusion too.
-        return {form.op.name: public(form.op, fusion.backends) for form in fusion.forms if form.op not in LINEARS}
+        # Those of linears and MLA layers are there without a fusion too.
+        return {form.op.name: public(form.op, fusion.backends) for form in fusion.forms if form.op not in MLA | LINEARS}
     except Exception as error:  # torch says in many ways that it does not take an op
         if fusion.owner == LAYERFUSE:
             raise

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import evolve, field, frozen
 
 from ...adapters.specs import LinearSpec, WeightSpec
-from ..declare import Argument, Kernel, Op, Result
+from ..declare import Kernel, Op
 from ..linear_ops import LINEARS
 from ..sites import LINEAR
-from .step import MIDDLE, At, Legality, Source, Step
+from .step import MIDDLE, At, Legality, Whole
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
@@ -22,15 +21,13 @@ HELD = "not known: how it holds its weight"
 
 
 @frozen(kw_only=True)
-class Linear(Step):
+class Linear(Whole):
     """The product with a linear's weight, and the quantisation of what it reads where no chain in front has done that."""
 
     stage = MIDDLE
     roles = frozenset({LINEAR})
     takes_any_number = True
 
-    op: Op = field(repr=False)
-    "Its own, of `linear_ops.LINEARS`."
     weights: tuple[WeightSpec, ...]
     "What the op reads."
     schemes: tuple[str, ...] = ()
@@ -42,11 +39,6 @@ class Linear(Step):
     behind: Op | None = field(default=None, repr=False)
     "What is left of the op where a chain in front has quantised what it reads; None: the op quantises nothing."
     goes_with: str | None = None
-    out: str = "out"
-
-    @property
-    def own_op(self) -> Op:
-        return self.op
 
     @property
     def own_kernels(self) -> tuple[Kernel, ...]:
@@ -55,22 +47,6 @@ class Linear(Step):
     @property
     def in_parts(self) -> tuple[Linear, ...]:
         return () if self.behind is None else (evolve(self, op=self.behind, behind=None),)
-
-    def arguments(self) -> tuple[Argument, ...]:
-        return self.op.args
-
-    def results(self, of: str) -> tuple[Result, ...]:
-        return self.op.results
-
-    def said(self, before: str, source: Source) -> str:
-        return self.op.doc.removesuffix(".")
-
-    def source(self, source: Source) -> Iterator[str]:
-        given = (source.read(argument.name) for argument in self.op.args)
-        yield f"made_{self.out} = {self.op.name}({', '.join(given)})"
-
-    def reference(self) -> Mapping[str, Callable[..., Any]]:
-        return {self.op.name: self.op.reference}
 
     def why_not(self, at: At) -> Legality | None:
         linear = at.site.linear

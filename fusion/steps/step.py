@@ -223,6 +223,34 @@ class Step(ABC):
         return False
 
 
+@frozen(kw_only=True)
+class Whole(Step):
+    """A step with an op of its own, which is all of its chain."""
+
+    op: Op = field(repr=False)
+    out: str = "out"
+
+    @property
+    def own_op(self) -> Op:
+        return self.op
+
+    def arguments(self) -> tuple[Argument, ...]:
+        return self.op.args
+
+    def results(self, of: str) -> tuple[Result, ...]:
+        return self.op.results
+
+    def said(self, before: str, source: Source) -> str:
+        return self.op.doc.removesuffix(".")
+
+    def source(self, source: Source) -> Iterator[str]:
+        given = (source.read(argument.name) for argument in self.op.args)
+        yield f"made_{self.out} = {self.op.name}({', '.join(given)})"
+
+    def reference(self) -> Mapping[str, Callable[..., Any]]:
+        return {self.op.name: self.op.reference}
+
+
 def main_step(chain: Sequence[Step]) -> Step | None:
     """The step whose result the sinks take: the first of the middle."""
     return next((step for step in chain if step.stage == MIDDLE), None)

@@ -54,13 +54,14 @@ from layerfuse.engines.vllm import (
     decode_facts,
     decode_ops,
     decode_trial,
-    loading,
     plugin,
     readers,
 )
 from layerfuse.engines.vllm.releases import NEWEST
-from layerfuse.fusion import FusionMissedError
+from layerfuse.engines.vllm.switches import INVARIANT
+from layerfuse.fusion import FusionMissedError, planning
 from layerfuse.fusion.backends import counting, listening
+from layerfuse.fusion.policy import Policy, shipped
 
 ON = {"fusions": ["mla_decode"], "strict": True}
 LINE = "mla_decode: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run"
@@ -719,7 +720,10 @@ def test_batch_invariance_is_honoured(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert alone(tmp_path, caplog).startswith("VLLM_BATCH_INVARIANT is set: ")
+    with paged("deepseek-v3", tmp_path, layerfuse={"fusions": ["mla_decode"]}, mode="NONE") as engine:
+        assert not any("forward" in vars(module) for module in engine.engine.model.modules())
+    told = "layerfuse: mla_decode is asked for, and has no site in DeepseekV3ForCausalLM: "
+    assert said(caplog) == [f"{told}{INVARIANT}"]
 
 
 def test_a_cache_in_a_form_of_sparse_backends_is_left_alone() -> None:
@@ -740,14 +744,16 @@ def test_a_class_of_another_plugins_is_left_alone(
 @pytest.fixture
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it was measured faster on this machine."""
-    monkeypatch.setattr(loading, "on_by_default", lambda _: {"mla_decode": ("cpu",)})
+    known = next(each for each in shipped().measurement if each.fusions == ("mla_decode",))
+    faster = attrs.evolve(known, arch="cpu", compiled=False, but=None)
+    monkeypatch.setattr(planning, "shipped", lambda: Policy(measurement=(faster,)))
     monkeypatch.setattr(plugin, "_nothing_on", lambda *_: False)
 
 
 @pytest.mark.usefixtures("_measured")
 @pytest.mark.parametrize(
     ("fusions", "stands"),
-    [(None, True), ("-add_rms_norm", True), ("-mla_decode", False), ("add_rms_norm", False), ("all", False)],
+    [(None, True), ("-add_rms_norm", True), ("-mla_decode", False), ("add_rms_norm", False), ("none", False)],
 )
 def test_where_it_was_measured_faster_it_is_on_unless_it_is_switched_off(
     fusions: str | None, stands: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

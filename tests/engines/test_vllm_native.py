@@ -42,7 +42,7 @@ from layerfuse.engines import trial, whose
 from layerfuse.engines.native import Look
 from layerfuse.engines.vllm import loading
 from layerfuse.engines.vllm.config_probe import engine_for
-from layerfuse.engines.vllm.decode_facts import beside
+from layerfuse.engines.vllm.decode_facts import taking
 from layerfuse.engines.vllm.native import why_not_ops
 from layerfuse.engines.vllm.seams import SEAMS
 from layerfuse.fusion import FusionMissedError
@@ -615,7 +615,9 @@ def test_what_has_no_site_without_mla_decode_is_told_where_it_steps_aside(
     why = {DUAL: "not here"}
     with (
         mock.patch.object(loading, "engine_for", lambda *given: attrs.evolve(engine_for(*given), refuses=why)),
-        mock.patch.object(loading, "beside", lambda engine: beside(attrs.evolve(engine, refuses={}))),
+        mock.patch.object(
+            loading, "taking", lambda plan: taking(attrs.evolve(plan, engine=attrs.evolve(plan.engine, refuses={})))
+        ),
         paged("deepseek-v3", tmp_path, layerfuse=options, profile=False, mode=mode, **SHORT) as engine,
     ):
         told = f"layerfuse: {DUAL} is asked for, and has no site in DeepseekV3ForCausalLM: not here"

@@ -19,7 +19,7 @@ from layerfuse.engines.vllm.releases import engine_of
 from layerfuse.fusion import FUSIONS, Engine, FusionConfig, Plan, Target, plan
 from layerfuse.fusion.catalog import UnknownFusionError
 from layerfuse.fusion.chain import Linear
-from layerfuse.fusion.policy import AT_SEAMS, SHIPPED, Measurement, Policy, PolicyError, read_policy, shipped
+from layerfuse.fusion.policy import SHIPPED, Measurement, Policy, PolicyError, read_policy, shipped
 from layerfuse.registry import model
 
 sys.path.append(str(ROOT / "bench" / "scripts"))
@@ -105,6 +105,14 @@ def test_what_gained_nothing_says_so() -> None:
     assert reason == f"{ADD} is off in vllm unless switched on: the compiler does it: {SLOWER}"
     (reason,) = reasons(in_vllm(row(ADD, decode={"8": (0.9, 0.8, 1.0)})).refused(ADD))
     assert "with the fusion a decode step took longer in one cell at least (0.900 times faster" in reason
+
+
+def test_what_is_faster_and_costs_something_else_is_off_and_says_both() -> None:
+    costly = row(ADD, but="prompts take longer")
+    assert not costly.faster
+    assert f"{ADD} is off in vllm unless switched on: prompts take longer: {FIGURE}" in reasons(
+        in_vllm(costly).refused(ADD)
+    )
 
 
 def test_a_condition_on_the_quantisation_holds_at_such_sites_only() -> None:
@@ -230,7 +238,7 @@ def test_every_row_is_what_its_results_file_says(measured: Measurement) -> None:
     assert {batch: [*cell] for batch, cell in measured.decode.items()} == policy_rows.cells(
         measured.file, measured.stage, measured.arm, measured.against or "vllm"
     )
-    assert all(name in {*FUSIONS, *AT_SEAMS} for name in (*measured.fusions, *filter(None, [measured.unless])))
+    assert all(name in FUSIONS for name in (*measured.fusions, *filter(None, [measured.unless])))
 
 
 def test_what_a_fusion_needs_of_a_model_is_in_its_name() -> None:
@@ -239,6 +247,7 @@ def test_what_a_fusion_needs_of_a_model_is_in_its_name() -> None:
         of_linears = any(isinstance(step, Linear) and step.schemes for step in fusion.chain)
         assert name.endswith("_quant") == (fusion.format is not None or of_linears)
         assert name.startswith("gated_") == (fusion.roles == ("output",))
+        assert name.startswith("mla_") == (fusion.roles in (("latents",), ("decode",)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""What stands around an MLA layer's attention in a decode step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import evolve, field, frozen
+
+from ...adapters.specs import AnySpec, MLASpec
+from ..declare import Kernel, Op
+from ..latent_ops import MLA
+from ..sites import DECODE
+from .step import SINKS, At, Legality, Whole
+
+if TYPE_CHECKING:
+    from ..rewrite.binding import Binding
+
+WHY = {
+    "no latent": "q_lora_rank is None: there is no query latent",
+    "not roped": "none of its columns is roped",
+    "rope unknown": "nothing says how its columns are roped",
+}
+"""What an MLA layer has -> why its decode step cannot be taken, as a sentence."""
+
+
+@frozen(kw_only=True)
+class Decode(Whole):
+    """Both latent norms, the ropes, the cache write and the absorbing product. Its op is the last of those in front of the attention."""
+
+    stage = SINKS
+    roles = frozenset({DECODE})
+
+    quantised: Op | None = field(default=None, repr=False)
+    "The same where the attention takes its query in fp8."
+    out: str = "query"
+
+    @property
+    def own_kernels(self) -> tuple[Kernel, ...]:
+        return MLA[self.op]
+
+    @property
+    def in_parts(self) -> tuple[Decode, ...]:
+        return () if self.quantised is None else (evolve(self, op=self.quantised, quantised=None),)
+
+    def why_not(self, at: At) -> Legality | None:
+        why = why_not_spec(at.site.spec)
+        return None if why is None else Legality("not_applicable", why)
+
+    def described(self, at: At) -> str:
+        return "the query's absorption and rope, behind a launch of both norms, the key's rope and the cache write,"
+
+    def bind(self, bound: Binding) -> None:
+        from ..match.errors import Unmatched
+
+        raise Unmatched("an engine's own code puts it there")
+
+
+def why_not_spec(spec: AnySpec) -> str | None:
+    """Why the decode step of a layer cannot be taken, from its spec alone, as a sentence; None where it can."""
+    if not isinstance(spec, MLASpec) or spec.q_norm is None:
+        return WHY["no latent"]
+    if spec.rope is None or spec.rope.width == 0:
+        return WHY["rope unknown" if spec.rope is None else "not roped"]
+    return None
