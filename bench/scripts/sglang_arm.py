@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
+import statistics
 import sys
 import tempfile
 import threading
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_probe import FOLDER
+from sglang_probe import prompts as together
 from vllm_arm import PROMPTS, STARTED, prompts, serve
 
 AFTER = 64
@@ -30,7 +33,8 @@ class Arm:
         self.folder = Path(tempfile.mkdtemp())
         self.held: list[Any] = []
         self.generating: threading.Thread | None = None
-        self.batch, self.failed = 0, ""
+        self.batch: int | str = 0
+        self.failed = ""
         self.waiting = socket.socket(socket.AF_UNIX)
         self.waiting.bind(str(self.folder / "held"))
         self.waiting.listen()
@@ -67,14 +71,16 @@ class Arm:
         Raises:
             RuntimeError: they never decoded together.
         """
+        self._hold(batch, prompts(self.vocabulary, batch, context, 7), AFTER)
+
+    def _hold(self, batch: int | str, rows: list[list[int]], draw: int) -> None:
         self._let_go()
         self.batch, self.failed = batch, ""
         (self.folder / "batch").write_text(str(batch))
-        rows = prompts(self.vocabulary, batch, context, 7)
 
         def generate() -> None:
             try:
-                self._generate(rows, {"max_new_tokens": AFTER})
+                self._generate(rows, {"max_new_tokens": draw})
             except Exception as error:
                 self.failed = f"{type(error).__name__}: {error}"
 
@@ -90,7 +96,9 @@ class Arm:
                 continue
             if not self.generating.is_alive() or time.monotonic() > until:
                 self._let_go()
-                raise RuntimeError(f"{batch} sequences of {context} tokens did not decode together. {self.failed}")
+                raise RuntimeError(
+                    f"{batch} sequences behind {len(rows[0])} tokens did not run together. {self.failed}"
+                )
 
     def _let_go(self) -> None:
         """Let the engine go on, to its end."""
@@ -124,6 +132,61 @@ class Arm:
     def kernels(self, _batch: int) -> list[dict[str, Any]]:
         """Of every rank."""
         return self._ask("kernels")
+
+    def prompts(self, number: int, length: int, rounds: int) -> list[float]:
+        """Milliseconds of SGLang's forward for so many prompts together, once for each round: by the host's clock, of the slowest rank.
+
+        Raises:
+            RuntimeError: they never ran together.
+        """
+        batch, tries = together(number, length), 5
+        while self.batch != batch or not self.held:
+            tries -= 1
+            try:
+                # The first may run alone, while the others come.
+                self._hold(batch, prompts(self.vocabulary, number + tries % 2, length, 13), 1)
+            except RuntimeError:
+                if not tries:
+                    raise
+        return [max(each) for each in zip(*self._ask("clock", rounds), strict=True)]
+
+    def prompt_kernels(self, number: int, length: int) -> list[dict[str, Any]]:
+        """Kernel -> launches and microseconds of one such step, of every rank."""
+        self.prompts(number, length, 1)
+        return self._ask("kernels")
+
+    def prompt_calls(self, number: int, length: int) -> list[dict[str, Any]]:
+        """Function -> calls of its forward, Python's and C's, and microseconds in itself, of every rank."""
+        self.prompts(number, length, 1)
+        return self._ask("calls")
+
+    def serve(self, requests: int, at_once: int, length: int, answer: int, seed: int) -> dict[str, float]:
+        """Answer so many random prompts of `length` tokens with `answer` tokens each, some of them at once; keys are those of SGLang's benchmark."""
+        self._let_go()
+        rows, seen = prompts(self.vocabulary, requests, length, seed), []
+        sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": answer}
+
+        async def one(row: list[int], free: asyncio.Semaphore) -> None:
+            async with free:
+                times = [time.perf_counter()]
+                async for _ in await self.engine.async_generate(input_ids=row, sampling_params=sampling, stream=True):
+                    times.append(time.perf_counter())
+                seen.append((times[1] - times[0], (times[-1] - times[1]) / max(answer - 1, 1)))
+
+        async def every() -> None:
+            free = asyncio.Semaphore(at_once)
+            await asyncio.gather(*(one(row, free) for row in rows))
+
+        began = time.perf_counter()
+        self.engine.loop.run_until_complete(every())
+        took = time.perf_counter() - began
+        first, following = ([each * 1000 for each in several] for several in zip(*seen, strict=True))
+        found = {
+            "output_throughput": requests * answer / took, "request_throughput": requests / took, "duration": took, "completed": len(seen),
+            "mean_ttft_ms": statistics.mean(first), "median_ttft_ms": statistics.median(first),
+            "mean_tpot_ms": statistics.mean(following), "median_tpot_ms": statistics.median(following),
+        }  # fmt: skip
+        return {key: round(value, 3) for key, value in found.items()}
 
     def tokens(self) -> dict[str, Any]:
         """Greedy tokens, with the best five of each step: name -> [tokens, [[token, log probability], ...]] of each sequence."""

@@ -9,6 +9,9 @@ The first arm is SGLang as it is installed, `default` the same with layerfuse in
 Greedy tokens are decoded in SGLang's graphs. The log probabilities of given tokens are those of steps of prompts: SGLang's scheduler
 gives those of its own logits only where it is not told what to draw.
 
+`--prompts` times the forward of a step of prompts by the host's clock, held and run again as decode steps are: what SGLang's scheduler does around it is
+not in it.
+
 Without a GPU: `tiny --batches 1 8 --context 32`, with `tests/engines/sglang_site` on PYTHONPATH; steps are then timed by the clock.
 """
 
@@ -30,6 +33,7 @@ _ARMS = {
     "products": Arm(PRODUCTS, "sglang"), "all": Arm(ALL, "sglang"),
 }  # fmt: skip
 _MLA = {**_ARMS, "all": Arm((*ALL, "mla_dual_rms_norm_group_quant"), "sglang")}
+_GATED = {**_ARMS, "all": Arm((*ALL, "gated_rms_norm_group_quant"), "sglang")}
 _WAYS = {
     "sglang": Way(),
     "triton": Way(engine={"fp8_gemm_runner_backend": "triton"}),
@@ -37,18 +41,27 @@ _WAYS = {
 }
 _CACHE = 340_000
 """Tokens of the cache: 256 sequences, and those that they draw."""
-_CPU: dict[str, Any] = {
-    "device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True, "max_total_tokens": 4096, "cuda_graph_bs_decode": None,
-    "disable_prefill_cuda_graph": False, "mem_fraction_static": None,
+CPU: dict[str, dict[str, Any]] = {
+    "engine": {
+        "device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True, "max_total_tokens": 4096, "cuda_graph_bs_decode": None,
+        "disable_prefill_cuda_graph": False, "mem_fraction_static": None,
+    },
+    "variables": {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0", "OMP_NUM_THREADS": "1"},
 }  # fmt: skip
+"""What an engine without a GPU is told."""
 STAGES = {
     "deepseek-v3-rank8-dense": Stage("deepseek-v3-rank8-dense", _MLA, _WAYS, cache=_CACHE, needs=240),
     "deepseek-v3-rank8-mixture": Stage("deepseek-v3-rank8-mixture", _MLA, _WAYS, cache=_CACHE, needs=240),
     "qwen3-32b-fp8-rank4": Stage("qwen3-32b-fp8-rank4", _ARMS, _WAYS, cache=_CACHE, needs=240),
+    # Triton's attention, as not every build of fa3 has heads of 256 columns.
+    "qwen3-next-fp8": Stage("qwen3-next-fp8", _GATED, _WAYS, engine={"attention_backend": "triton"}, cache=_CACHE, needs=240),
+    # Two GPUs, and no NVLink multicast (`vllm_engine.QUIET`): SGLang's all-reduces are its own, and layerfuse has no place for them there.
+    "deepseek-v3-rank8-dense-tp2": Stage(
+        "deepseek-v3-rank8-dense-tp2", _MLA, {**_WAYS, "nccl": Way(engine={"disable_custom_all_reduce": True})}, cache=_CACHE, tp=2, needs=240,
+    ),
     # For trying this script.
     "tiny": Stage(
-        "tiny-qwen3", {"default": Arm(way="sglang"), "named": Arm(("add_rms_norm",), "sglang")}, {"sglang": Way()}, cache=4096, needs=300,
-        engine=_CPU, variables={"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0", "OMP_NUM_THREADS": "1"},
+        "tiny-qwen3", {"default": Arm(way="sglang"), "named": Arm(("add_rms_norm",), "sglang")}, {"sglang": Way()}, cache=4096, needs=300, **CPU,
     ),
     "tiny-gpu": Stage("tiny", {"default": Arm(way="sglang"), "named": Arm(("add_rms_norm",), "sglang")}, {"sglang": Way()}, cache=_CACHE, needs=100),
 }  # fmt: skip

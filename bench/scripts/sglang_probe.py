@@ -2,7 +2,7 @@
 
 A plugin of SGLang's, in every process of an engine. In the scheduler's, a step of so many sequences as `sglang_arm` waits for is held:
 the step runs as ever, then its caller is told, and until that lets it go on the same step can be run again, with all that it reads
-as it was. On a GPU it is the replay of SGLang's CUDA graph for that batch, elsewhere the forward.
+as it was. On a GPU a step of decoding sequences is the replay of SGLang's CUDA graph for that batch; elsewhere, and of prompts, it is the forward.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "SGLANG_PROBE"
-"""The variable that names a folder: the file `batch` in it says which step to hold, the socket `held` is told."""
+"""The variable that names a folder: the file `batch` in it says which step to hold, the socket `held` is told. Without it no step is."""
 SETTLED = 3
 """The step of all sequences that is held."""
-_seen = [0]
+_seen: dict[str, int] = {}
+"""The wanted step -> how often it was seen."""
 
 
 def register() -> None:
@@ -28,16 +29,21 @@ def register() -> None:
 
     runners = "sglang.srt.model_executor.runner"
     HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _fill, HookType.REPLACE)
+    if FOLDER not in os.environ:
+        return
     HookRegistry.register(f"{runners}.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute", _graph, HookType.AROUND)
     HookRegistry.register(f"{runners}.eager_runner.EagerRunner.execute", _eager, HookType.AROUND)
 
 
 def _fill(model: Any, *_: Any, **__: Any) -> None:
+    import steps
     import torch
     from sglang.srt.distributed.parallel_state import get_tp_group
     from vllm_shapes import fill, sharded_in
 
     group = get_tp_group()
+    if steps.ON_GPU:
+        steps.one_configuration("sglang.kernels.ops.attention.fla")
     with torch.no_grad():
         fill(model.state_dict(), sharded_in(model), group.rank_in_group, group.world_size)
 
@@ -50,22 +56,32 @@ def _graph(execute: Callable[..., Any], runner: Any, batch: Any, *args: Any, **k
 
 def _eager(execute: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     found = execute(runner, batch, *args, **kwargs)
-    if batch.forward_mode.is_decode():
-        _step(runner, batch.batch_size, lambda: execute(runner, batch, *args, **kwargs))
+    number = batch.batch_size
+    if not batch.forward_mode.is_decode() and number:
+        number = prompts(number, len(batch.input_ids) // number)
+    _step(runner, number, lambda: execute(runner, batch, *args, **kwargs))
     return found
 
 
-def _step(runner: Any, batch: int, step: Callable[[], Any]) -> None:
+def prompts(number: int, length: int) -> str:
+    """How a step of prompts alone is called, where one of decoding sequences is called by their number."""
+    return f"{number} x {length}"
+
+
+def _step(runner: Any, batch: int | str, step: Callable[[], Any]) -> None:
     try:
-        wanted = int(Path(os.environ[FOLDER], "batch").read_text())
-    except (OSError, ValueError):
-        _seen[0] = 0
+        wanted = Path(os.environ[FOLDER], "batch").read_text()
+    except OSError:
+        _seen.clear()
         return
-    if batch != wanted:
-        time.sleep(0.05)  # the others are on their way
-    elif _seen[0] < SETTLED:
-        _seen[0] += 1
-        if _seen[0] == SETTLED:
+    if wanted not in _seen:
+        _seen.clear()
+    seen, settled = _seen.setdefault(wanted, 0), SETTLED if wanted.isdigit() else 1
+    if str(batch) != wanted:
+        time.sleep(0.05 if wanted.isdigit() else 0.5)  # the others are on their way
+    elif seen < settled:
+        _seen[wanted] = seen + 1
+        if seen + 1 == settled:
             _hold(runner, step)
 
 
@@ -89,6 +105,32 @@ def _replay(_: Any, step: Callable[[], Any], warm: int, rounds: int, each: int) 
     import steps
 
     return steps.timed(step, warm, rounds, each)
+
+
+def _clock(_: Any, step: Callable[[], Any], rounds: int) -> list[float]:
+    """Milliseconds of one step by the host's clock, once for each round."""
+    import torch
+
+    found = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        found.append((time.perf_counter() - began) * 1000)
+    return found
+
+
+def _calls(_: Any, step: Callable[[], Any]) -> dict[str, list[float]]:
+    """Function -> calls and microseconds in itself, of one step."""
+    import cProfile
+
+    import steps
+
+    with cProfile.Profile() as counts:
+        for _ in range(4):
+            step()
+    return steps.calls(counts, 4)
 
 
 def _kernels(_: Any, step: Callable[[], Any]) -> dict[str, list[float]]:
@@ -127,4 +169,10 @@ def _state(runner: Any, _: Any) -> dict[str, Any]:
     }
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"replay": _replay, "kernels": _kernels, "state": _state}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "replay": _replay,
+    "clock": _clock,
+    "kernels": _kernels,
+    "calls": _calls,
+    "state": _state,
+}

@@ -77,8 +77,8 @@ TOGETHER = ((1, 512), (1, 1024), (7, 1024))
 """Prompts of one step, and tokens of each, that are timed."""
 A_TURN = 80
 """Milliseconds that an arm's prompts are timed in a turn."""
-AGAIN = "vllm_again"
-"""A second engine of the first arm: what differs between the two is chance."""
+AGAIN = "_again"
+"""Behind the name of the first arm: a second engine of it. What differs between the two is chance."""
 LENGTHS = (65, 300, 500, 800, 1100, 2500, 5000, 8192)
 """Tokens of prefills, one for each step of launch variants."""
 
@@ -260,7 +260,7 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
 
 def _arms(stage: Stage, only: list[str]) -> list[str]:
     """Of a stage, its ways first."""
-    return [arm for arm in (*stage.ways, *stage.arms) if not only or arm in only or arm == AGAIN]
+    return [arm for arm in (*stage.ways, *stage.arms) if not only or arm in only or arm.endswith(AGAIN)]
 
 
 def starts(name: str, stage: Stage, logs: Path, work: Path, until: float, given: argparse.Namespace) -> dict[str, Any]:
@@ -501,7 +501,7 @@ def main(about: str | None = __doc__, engine: type[Engine] = Engine, stages: dic
     parser.add_argument("--logs", type=Path, default=None)
     parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--prompts", action="store_true", help=f"time prompts alone, with {AGAIN} as one more arm")
+    parser.add_argument("--prompts", action="store_true", help="time prompts alone, with the first arm once more")
     parser.add_argument("--prompt-turns", type=int, default=40, help="in which prompts are timed; short ones")
     parser.add_argument(
         "--cores",
@@ -539,7 +539,7 @@ def main(about: str | None = __doc__, engine: type[Engine] = Engine, stages: dic
     for name in given.stages or [name for name in stages if not name.startswith("tiny")]:
         stage = stages[name]
         if given.prompts:
-            stage = evolve(stage, ways={**stage.ways, AGAIN: stage.ways[engine.first]})
+            stage = evolve(stage, ways={**stage.ways, engine.first + AGAIN: stage.ways[engine.first]})
         left = given.limit - (time.monotonic() - BEGAN)
         if name in results.get(kind, {}) and not given.again:
             print(f"{name}: done before")

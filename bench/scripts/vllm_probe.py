@@ -7,13 +7,10 @@ the weights of `vllm_shapes` in the place of vLLM's dummy ones.
 from __future__ import annotations
 
 import cProfile
-import sys
-from pathlib import Path
 from typing import Any
 
 import steps
 import torch
-import triton
 import vllm.model_executor.model_loader.dummy_loader as loader
 import vllm_shapes
 from torch.profiler import ProfilerActivity, profile
@@ -35,7 +32,7 @@ _filled: list[int] = []
 def _initialize(module: torch.nn.Module, *_: Any, **__: Any) -> None:
     # The loader hands over the whole model first, then every module of it.
     if not _filled:
-        _one_configuration("vllm.third_party.flash_linear_attention")
+        steps.one_configuration("vllm.third_party.flash_linear_attention")
         _filled.append(id(module))
         group = get_tp_group()
         sharded = vllm_shapes.sharded_in(module)
@@ -58,20 +55,6 @@ def _keep_managers(capture: Any) -> Any:
 
 if ModelCudaGraphManager is not None:
     ModelCudaGraphManager.capture = _keep_managers(ModelCudaGraphManager.capture)
-
-
-def _one_configuration(package: str) -> None:
-    """Leave the kernels of a delta net's prefill no choice.
-
-    Each engine would compile some 90 configurations first, and two engines could choose two, which add in different orders.
-    """
-    for name, module in list(sys.modules.items()):
-        for each in list(vars(module).values()) if name.startswith(package) else ():
-            kernel = each
-            while isinstance(kernel, (triton.runtime.Heuristics, triton.runtime.Autotuner)):
-                if isinstance(kernel, triton.runtime.Autotuner):
-                    kernel.configs = kernel.configs[:1]
-                kernel = kernel.fn
 
 
 class Probe:
@@ -112,14 +95,7 @@ class Probe:
         """Function -> calls since then and microseconds in itself, with what the profiler adds, divided by so many times."""
         counts = _counts.pop()
         counts.disable()
-        found: dict[str, list[float]] = {}
-        for each in counts.getstats():
-            what = each.code
-            name = what[-60:] if isinstance(what, str) else f"{Path(what.co_filename).name}:{what.co_qualname}"
-            known = found.setdefault(name, [0.0, 0.0])
-            known[0] += each.callcount / times
-            known[1] += each.inlinetime * 1e6 / times
-        return found
+        return steps.calls(counts, times)
 
     def probe_state(self) -> dict[str, Any]:
         """What this worker runs."""

@@ -143,8 +143,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
          "quantization_config": CHANNELS},
     ),
     "qwen3-4b": ("qwen3-4b", {"num_hidden_layers": 6}),
-    "qwen3-next-fp8": ("qwen3-next-80b-a3b", {"num_hidden_layers": 4, "quantization_config": BLOCKS}),
-    # Three delta nets and one attention, all experts.
+    # Three delta nets and one attention, all experts. What blocks do not divide is in bfloat16.
+    "qwen3-next-fp8": (
+        "qwen3-next-80b-a3b",
+        {"num_hidden_layers": 4,
+         "quantization_config": {**BLOCKS, "modules_to_not_convert": [f"model.layers.{i}.linear_attn.in_proj_ba" for i in range(4)]}},
+    ),
+    # Small enough to be served whole, twice on one GPU (huggingface.co/Qwen/Qwen3-0.6B-FP8; Qwen3-4B's config but for its sizes).
+    "qwen3-0.6b-fp8": (
+        "qwen3-4b",
+        {"num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
+         "quantization_config": BLOCKS},
+    ),
     "qwen3-next": ("qwen3-next-80b-a3b", {"num_hidden_layers": 4}),
     "gpt-oss-120b": ("gpt-oss-120b", _GPT_OSS),
     # Small enough to try the benchmark itself, and to do so on a CPU.

@@ -57,7 +57,7 @@ def test_a_step_is_held_on_every_rank_until_it_is_let_go(arm):
         threads[0].start()
         while not arm.held:
             time.sleep(0.01)
-        sglang_probe._seen[0] = 0
+        sglang_probe._seen.clear()
         threads[1].start()
         for each in threads:
             each.join()
@@ -78,9 +78,35 @@ def test_a_step_is_held_on_every_rank_until_it_is_let_go(arm):
         arm.kernels(2)
 
 
+def test_a_step_of_prompts_is_held_once_they_come_together(arm):
+    import sglang_probe
+
+    arm.asked["tp"], ran, asked = 1, [], []
+
+    def generate(rows, sampling):
+        assert sampling["max_new_tokens"] == 1
+        asked.append(len(rows))
+        # Two at once, then the others; at the second try the first one comes alone.
+        for number in (2, 1) if len(asked) == 1 else (1, 3):
+            batch = SimpleNamespace(
+                batch_size=number,
+                input_ids=[0] * number * len(rows[0]),
+                forward_mode=SimpleNamespace(is_decode=lambda: False),
+            )
+            sglang_probe._eager(lambda *_: ran.append(len(asked)), SimpleNamespace(), batch)
+
+    arm._generate = generate
+    found = arm.prompts(3, 5, 2)
+    assert asked == [3, 4] and len(found) == 2 and min(found) > 0
+    assert len(arm.prompts(3, 5, 4)) == 4 and asked == [3, 4]
+    assert ran == [1, 1, 2, 2, *[2] * 6]
+    assert arm.prompt_calls(3, 5)[0] and ran[-5:] == [2] * 5
+    arm._let_go()
+
+
 def test_sequences_that_never_decode_together_are_said(arm):
     arm._generate = lambda *_: 1 / 0
-    with pytest.raises(RuntimeError, match=r"8 sequences of 5 tokens did not decode together.*division by zero"):
+    with pytest.raises(RuntimeError, match=r"8 sequences behind 5 tokens did not run together.*division by zero"):
         arm.settle(8, 5)
 
 
