@@ -105,13 +105,6 @@ def test_two_quantisations_that_differ(other: Any, more: str) -> None:
         torch.testing.assert_close(got.float(), wanted.float(), rtol=0.13, atol=0.02)
 
 
-def test_two_equal_ones_are_one_result() -> None:
-    traced = run(Stream(lambda x: (*sglang_group(x), *vllm_group(x))), "group128", *rows())
-    assert form_of(traced) == GROUP
-    assert torch.equal(traced.output[0].float(), traced.output[2].float())
-    assert torch.equal(traced.output[1], traced.output[3])
-
-
 @pytest.mark.parametrize("quant", ["per_token", "group128"])
 def test_the_query_latent_beside_its_quantisation(quant: str) -> None:
     """An indexer reads the normed query that the up-projection reads quantised."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_support import HIDDEN, FusedProjection, Q, torch_norm
+from fusion_support import HIDDEN, Q, torch_norm
 from quant_support import (
     FP8,
     MAX,
@@ -16,29 +16,9 @@ from quant_support import (
     torchao_row,
     vllm_per_token,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 # ---- quantisations of another kind ---------------------------------------------------------------------------------
-
-
-class Static(FusedProjection):
-    """The scale is a parameter, measured beforehand."""
-
-    def __init__(self, inverse: bool) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([0.01]))
-        self.inverse = inverse
-
-    def forward(self, x: Tensor) -> Any:
-        q, kv, _ = self.split(x)
-        query = self.q_norm(q)
-        scaled = query * self.scale.reciprocal() if self.inverse else query / self.scale
-        return scaled.clamp(-MAX, MAX).to(FP8), self.kv_norm(kv)
-
-
-@pytest.mark.parametrize("inverse", [True, False])
-def test_a_static_scale(inverse: bool) -> None:
-    assert_left(Static(inverse), "per_token", "is static: it does not come from the values")
 
 
 def per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:

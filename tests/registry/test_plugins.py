@@ -155,32 +155,6 @@ def test_a_plugin_that_ends_python_or_breaks_its_own_error_is_named_and_passed_o
     assert said[1].endswith(f"the plugin rough of rough (rough:ADAPTER) cannot be imported: {said_of_it}")
 
 
-SHADOW = """
-from layerfuse.adapters import Adapter, const
-from layerfuse.adapters.vocabulary import TRANSFORMERS_MLA
-ADAPTER = Adapter("theirs", {"transformers.models.x:DeepseekV3Attention": TRANSFORMERS_MLA.but(v_head_dim=const(64))})
-"""
-
-
-def test_a_plugin_may_not_take_a_builtin_class_by_a_longer_prefix(tmp_path: Path) -> None:
-    write_plugin(tmp_path, "shadow", "layerfuse.adapters", "shadow:ADAPTER", SHADOW)
-    said = run(
-        "from layerfuse import registry\n"
-        "known = type('DeepseekV3Attention', (), {'__module__': 'transformers.models.x'})\n"
-        "for _ in range(2):\n"
-        "    try:\n        registry.spec_for(known())\n"
-        "    except AttributeError as error:\n        print(error.adapter)\n"
-        "    try:\n        registry.spec_for(object())\n"
-        "    except registry.ConflictError as error:\n        print(error.owners)\n",
-        tmp_path,
-    )
-    both = (
-        "the adapter deepseek_v3 (layerfuse itself)",
-        "the adapter theirs (the plugin shadow of shadow (shadow:ADAPTER))",
-    )
-    assert said == ["deepseek_v3", str(both)] * 2
-
-
 @pytest.mark.parametrize(
     ("group", "code", "error"),
     [
@@ -314,13 +288,6 @@ def test_a_plugin_that_clashes_half_way_leaves_nothing_registered(tmp_path: Path
     assert said == ["[]"]
 
 
-def test_one_of_two_that_clash_alone_is_known(tmp_path: Path) -> None:
-    two_that_clash(tmp_path)
-    shutil.rmtree(tmp_path / "second-1.0.dist-info")
-    said = run(ASK + "ask('models')\nprint({'first', 'first_own'} <= set(registry.adapters()))\n", tmp_path)
-    assert said == ["True"]
-
-
 def test_what_a_plugin_registers_itself_when_it_is_imported_stays(tmp_path: Path, installed: Path) -> None:
     code = CLASH.replace("vllm:MLAAttention", "tinylib:OwnMixer")
     code += "from layerfuse import registry\nregistry.register_adapter(Adapter('itself', {'tinylib:ItselfMixer': TRANSFORMERS_MLA}))\n"
@@ -333,20 +300,16 @@ def test_what_a_plugin_registers_itself_when_it_is_imported_stays(tmp_path: Path
     assert said == ["True"]
 
 
-def test_an_object_that_breaks_when_it_is_looked_at_is_named(tmp_path: Path) -> None:
-    code = "class Odd(list):\n    def __iter__(self):\n        raise RuntimeError('odd')\nTHING = Odd()"
-    write_plugin(tmp_path, "odd", "layerfuse.adapters", "odd:THING", code)
-    said = run(ASK + "print(len(ask('models')) > 10)", tmp_path)
-    assert said[0] == "True"
-    assert said[1].endswith("the plugin odd of odd (odd:THING): reading it raised RuntimeError: odd")
-
-
 @pytest.mark.parametrize(
     ("code", "error"),
     [
         (
             "class Odd(list):\n    def __iter__(self):\n        raise SystemExit(3)\nTHING = Odd()",
             "reading it raised SystemExit: 3",
+        ),
+        (
+            "class Odd(list):\n    def __iter__(self):\n        raise RuntimeError('odd')\nTHING = Odd()",
+            "reading it raised RuntimeError: odd",
         ),
         (
             "class Odd:\n    @property\n    def __class__(self):\n        raise SystemExit(3)\nTHING = Odd()",
@@ -358,7 +321,9 @@ def test_an_object_that_breaks_when_it_is_looked_at_is_named(tmp_path: Path) -> 
         ),
     ],
 )
-def test_an_object_that_ends_python_when_it_is_looked_at_is_named(code: str, error: str, tmp_path: Path) -> None:
+def test_an_object_that_raises_or_ends_python_when_it_is_looked_at_is_named(
+    code: str, error: str, tmp_path: Path
+) -> None:
     write_plugin(tmp_path, "odd", "layerfuse.adapters", "odd:THING", code)
     said = run(ASK + "print(len(ask('models')) > 10)", tmp_path)
     assert said[0] == "True"
