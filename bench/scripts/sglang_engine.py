@@ -63,6 +63,10 @@ STAGES = {
     "tiny": Stage(
         "tiny-qwen3", {"default": Arm(way="sglang"), "named": Arm(("add_rms_norm",), "sglang")}, {"sglang": Way()}, cache=4096, needs=300, **CPU,
     ),
+    "tiny-tp2": Stage(
+        "tiny-qwen3", {"named": Arm(("add_rms_norm",), "sglang")}, {"sglang": Way()}, cache=4096, tp=2, needs=300,
+        engine=CPU["engine"], variables={**CPU["variables"], "SGLANG_CPU_OMP_THREADS_BIND": "0|0"},
+    ),
     "tiny-gpu": Stage("tiny", {"default": Arm(way="sglang"), "named": Arm(("add_rms_norm",), "sglang")}, {"sglang": Way()}, cache=_CACHE, needs=100),
 }  # fmt: skip
 

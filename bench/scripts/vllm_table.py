@@ -20,7 +20,9 @@ def table(results: dict[str, Any], batches: tuple[int, ...]) -> str:
             cells = []
             for batch in batches:
                 timed = found.get(f"batch {batch}")
-                more = "" if timed is None or arm == stage.get("first", "vllm") else f" ({timed['times_faster']:.3f})"
+                more = (
+                    "" if timed is None or arm == stage.get("first", "vllm") else f" ({timed['times_faster'] or 0:.3f})"
+                )
                 cells.append("-" if timed is None else f"{timed['us']:.1f} us{more}")
             agreed = found.get("agreement")
             said = (
