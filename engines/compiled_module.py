@@ -94,6 +94,10 @@ class CompiledModule:
     "Sites with a fused op that the profiling run did not come to."
     seams: dict[str, Placement] = field(factory=dict)
     "What stands at seams that no graph shows, by the fusion."
+    untouched: range = range(0)
+    "Numbers of tokens in whose steps the engine's own graph runs, and nothing of layerfuse's is to be called."
+    put_off: bool = False
+    "Whether the profiling run was such a step, so that the first other one is looked at in its place."
     engine: Engine | None = None
     "What is planned for where none of these takes anything."
     pieces: list[Piece] = field(factory=list)
@@ -154,8 +158,15 @@ class CompiledModule:
         return any(self.plan.site[each.site].role != DECODE for each in taken)
 
     @property
+    def stands(self) -> bool:
+        """Whether anything of layerfuse's is to stand in the module."""
+        return self.active or any(each.key for each in self.seams.values())
+
+    @property
     def run(self) -> str:
-        """What the module's first call is: an engine makes a profiling run of what it compiles, and need not of what it does not."""
+        """What the call is that is looked at: an engine makes a profiling run of what it compiles, and need not of what it does not."""
+        if self.put_off:
+            return f"first run of at most {self.untouched.start - 1} tokens"
         return "profiling run" if self.at_modules is None else "first run"
 
     # ---- pieces as they are compiled

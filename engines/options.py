@@ -43,6 +43,11 @@ def _file(_: Any, attribute: attrs.Attribute[Any], value: str | None) -> None:
         raise OptionsError(f"{attribute.name}: expected the path of a file, got {shown(value)}")
 
 
+def _tokens(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is not None and (type(value) is not int or value < 0):
+        raise OptionsError(f"{attribute.name}: expected a number of tokens, or 0, got {shown(value)}")
+
+
 def _line(value: Any) -> Any:
     """A list of names as the line that it stands for."""
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
@@ -68,6 +73,8 @@ class Options:
     "The file that the report is written to; None: beside what the engine's compiler keeps."
     few_token_linears: bool = field(default=False, validator=_is(bool, "true or false"))
     "As `few_token_linear` and `few_token_linear_row_quant`, each with a plus, among the `fusions`."
+    host_bound: int | None = field(default=None, validator=_tokens)
+    "Tokens up to which a step that no CUDA graph holds runs the engine's own graph, as it waits for the host; 0: none does; None: the default."
 
     def config(self) -> FusionConfig:
         """The same for plans.

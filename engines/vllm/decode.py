@@ -68,23 +68,19 @@ class Door(Placement):
     layers: dict[str, MLASpec]
     "By their path in the module."
     vllm_config: Any = field(repr=False)
-    compiled: bool = True
-    "Whether vLLM compiles the module."
     why_not: str | None = None
     "Why no layer is ours, as a sentence, or None where all are."
-    most: int | None = None
-    "The tokens behind which graphs hold plain torch in the place of what stands in front of the attention; None: none do."
     made: list[Any] = field(factory=list, repr=False)
     "A `decode_ops.Layer` for each."
 
     @classmethod
-    def of(cls, module: nn.Module, decided: Plan, vllm_config: Any, compiled: bool = True) -> Door | None:
+    def of(cls, module: nn.Module, decided: Plan, vllm_config: Any) -> Door | None:
         """What is to be done in a module; None where its plan expects it nowhere. Nothing changes yet, and what is decided here holds."""
         sites = [decided.site[each.site] for each in decided.expected(NAME)]
         if not sites:
             return None
         layers: Any = {site.layer: site.spec for site in sites}
-        door = cls(module=module, layers=layers, vllm_config=vllm_config, compiled=compiled)
+        door = cls(module=module, layers=layers, vllm_config=vllm_config)
         door.why_not = door._why_not_together(door._why_not_here())
         return door
 
@@ -117,8 +113,8 @@ class Door(Placement):
 
     @property
     def key(self) -> str:
-        """Where plain torch begins, if the layers are ours."""
-        return f"{NAME} {self.most}" if self.stands else ""
+        """Its name, if the layers are ours."""
+        return NAME if self.stands else ""
 
     @property
     def stands(self) -> bool:
@@ -168,15 +164,9 @@ class Door(Placement):
             if layer.attention.impl.dcp_world_size == -1:
                 layer.attention.impl.dcp_world_size = 1  # as vLLM does at its first step
             layer.wrapper.forward = layer.forward = forward_of(layer.wrapper, layer.name, ops, layer.around, self)
-        compilation = self.vllm_config.compilation_config
-        split = compilation.splitting_ops
+        split = self.vllm_config.compilation_config.splitting_ops
         if split and ops.SPLIT not in split:
             split.append(ops.SPLIT)
-        from .decode_beyond import endpoint_for
-
-        self.most = endpoint_for(compilation) if self.compiled else None
-        if self.most is not None and self.most not in compilation.compile_ranges_endpoints:
-            compilation.compile_ranges_endpoints = sorted([*compilation.compile_ranges_endpoints, self.most])
 
     def look_again(self) -> bool:
         """Stand aside where something was put in the place of vLLM's code since, which vLLM is about to trace; whether it does from now on."""
@@ -210,10 +200,6 @@ class Door(Placement):
         """Why vLLM's own way was gone."""
         left = next(filter(None, (layer.left for layer in self.made)), None)
         return self.why_not or left or f"{here().name} did not call this layer in the {run}"
-
-    def plain_beyond(self) -> int | None:
-        """The tokens behind which plain torch stands in graphs, where the layers are ours."""
-        return self.most if self.stands else None
 
     def modules(self) -> dict[str, nn.Module]:
         """Path of a layer -> the wrapper whose forward is ours; empty where none is."""

@@ -1,7 +1,6 @@
-"""`mla_decode` in graphs for more tokens than vLLM captures in CUDA graphs: plain torch stands there, which vLLM's compiler merges as its own.
+"""`mla_decode` in graphs that are to be vLLM's own (`host_bound`): plain torch stands there, which vLLM's compiler merges as its own.
 
-An op of ours costs the host more than a kernel that Inductor has made, and such steps are prompts, nearly always. So the graph of that range of
-tokens holds no op in front of the attention.
+Such steps are prompts, nearly always. No op stands in front of the attention in their graphs, and the one that is the attention does what vLLM's two do.
 """
 
 from __future__ import annotations
@@ -23,17 +22,18 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from ...fusion.ops.norm import normalise_wide
 from ..process import troubled
 from . import decode_ops
+from .host_bound import holds
 
 
 class PlainBeyond(InductorPass):  # type: ignore[misc]
-    """A pass of vLLM's for the ranges of tokens that begin behind so many."""
+    """A pass of vLLM's for these numbers of tokens."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, tokens: range) -> None:
+        self.tokens = tokens
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
-        """Whether no step of this range is in a CUDA graph."""
-        return bool(compile_range.start > self.most)
+        """Whether a range of vLLM's is one of them."""
+        return holds(self.tokens, compile_range)
 
     def __call__(self, graph: Graph) -> None:
         """Put what the ops compute in their place. Where that cannot be traced they stay, which costs the host more and no more."""
@@ -48,7 +48,7 @@ class PlainBeyond(InductorPass):  # type: ignore[misc]
 
     def uuid(self) -> str:
         """Changes with this file."""
-        return f"{self.most} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
+        return f"{self.tokens} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
 
 
 def latents(
@@ -130,15 +130,3 @@ def _replace(graph: Graph, node: Node, instead: dict[int, Node]) -> None:
         user.replace_all_uses_with(instead[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
-
-
-def endpoint_for(compilation: Any) -> int | None:
-    """The tokens behind which vLLM's CUDA graphs end, where a range of tokens can begin there; None where it cannot, or already does nothing else.
-
-    Args:
-        compilation: vLLM's config of its compiler.
-    """
-    endpoints, most = getattr(compilation, "compile_ranges_endpoints", None), compilation.max_cudagraph_capture_size
-    if not isinstance(endpoints, list) or not endpoints or not most or most >= max(endpoints):
-        return None
-    return int(most)

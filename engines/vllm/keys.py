@@ -29,12 +29,12 @@ def key_for(compiled: CompiledModule) -> str:
     """The key of one module. Where the ranks of a group decide together, all of them make this call.
 
     It holds the plan, why nothing of it is done or no product is layerfuse's, the source, torch's release, the forced backend, whether the GPUs have kernels for fused
-    all-reduces, who manages vLLM's passes, and the layers of `mla_decode`; and what is left unread on purpose, as the report that is
+    all-reduces, who manages vLLM's passes, for which numbers of tokens nothing is rewritten, and the layers of `mla_decode`; and what is left unread on purpose, as the report that is
     kept names the norms of all else.
     """
     said = [key_of(compiled.plan), _own_source(), torch.__version__, str(current_platform.get_pass_manager_cls())]
     said.append(f"{why_not_now(compiled.plan)}, {products.why_not()}")
-    said.append(str(sorted(compiled.around.ignored)))
+    said += [str(sorted(compiled.around.ignored)), str(compiled.untouched)]
     if parallel_state.model_parallel_is_initialized():
         dtype = compiled.config.model_config.dtype
         said += kernels_here(compiled.plan, tensor_parallel_group(), dtype, compiled.device)

@@ -112,7 +112,7 @@ def compiled_modules_of(
             decodes=True,
         )
         decided = plan(inside, target, config, engine)
-        door = Door.of(module, decided, vllm_config, reason is None)
+        door = Door.of(module, decided, vllm_config)
         if door is not None and door.why_not is not None and NAME not in dict(config.switches):
             once(logging.INFO, f"{LEFT} (it is on by default here)", door.why_not)
             engine = attrs.evolve(engine, keeps={**engine.keeps, DECODE: door.why_not})

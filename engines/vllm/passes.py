@@ -17,6 +17,7 @@ from ..process import troubled
 from ..whose import module_of
 from . import inside, products, scaled_products
 from .few_tokens import looks_inside
+from .host_bound import holds
 from .inside import TakenOut, why_not
 from .native import why_not_all_reduce, why_not_ops
 
@@ -27,12 +28,18 @@ AFTER = frozenset({"NoOpEliminationPass"})
 class FusionPass(InductorPass):  # type: ignore[misc]
     """Rewrites by a plan. Copies and unpickled ones of the same process write to the same report."""
 
-    def __init__(self, pipeline: Pipeline, key: str, start: str = "") -> None:
+    def __init__(self, pipeline: Pipeline, key: str, start: str = "", untouched: range = range(0)) -> None:
         self.pipeline = pipeline
+        self.untouched = untouched
+        "As `CompiledModule.untouched`."
         self.start = start
         "Of the piece that is compiled next, as `record_cache.start_of` has it."
         self._key = key
         self._group = tensor_parallel_group()
+
+    def is_applicable_for_range(self, compile_range: Any) -> bool:
+        """Whether vLLM's graphs for these numbers of tokens are rewritten at all."""
+        return not holds(self.untouched, compile_range)
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the graph in place. Where that raises, or an op that the plan replaces is not vLLM's any more, it is as it was.
@@ -63,7 +70,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         return f"{self._key} over {self._group}{self.start}"
 
     def __reduce__(self) -> Any:
-        return FusionPass, (self.pipeline, self._key, self.start)
+        return FusionPass, (self.pipeline, self._key, self.start, self.untouched)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         return self

@@ -168,6 +168,8 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for module, compiled in compiled_modules_of(config, model, options, draft):
             for each in compiled.seams.values():
                 each.put_in()
+            with _quietly("setting apart which steps wait for the host"):
+                _set_apart(compiled, options)
             with _quietly("looking at experts"):
                 from . import routed_experts, shared_experts
 
@@ -181,6 +183,16 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
                 at_first_call(module, compiled, SEAMS, partial(_look_again, module), _finish)
     return model
+
+
+def _set_apart(compiled: CompiledModule, options: Options) -> None:
+    """Let vLLM compile graphs of its own for the steps that wait for the host."""
+    if compiled.stands and compiled.at_modules is None:
+        from .host_bound import set_apart, tokens_of
+
+        compilation = compiled.config.compilation_config
+        compiled.untouched = tokens_of(compilation, options.host_bound)
+        set_apart(compilation, compiled.untouched)
 
 
 def _say_where_defaults_come_from() -> None:
@@ -219,7 +231,10 @@ def _nothing_on(options: Options, vllm_config: Any) -> bool:
 
 
 def _wait_for(module: nn.Module, compiled: CompiledModule) -> None:
-    """Be told of a module's first call, in which vLLM compiles it and makes its profiling run. Later calls are its own."""
+    """Be told of a module's first call, in which vLLM compiles it and makes its profiling run. Later calls are its own.
+
+    Where that call is one in which nothing of layerfuse's stands, the first other one is waited for.
+    """
     process.this.waiting[id(module)] = module, compiled
     # vLLM gives a class that it compiles a __call__ of its own; classes derived from it have that too.
     cls: Any = next(each for each in type(module).__mro__ if "__call__" in vars(each))
@@ -234,32 +249,51 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
             return own(self, *args, **kwargs)
         from ...fusion.ops.warming import recording
         from ..standing import counted
+        from ..trial import possible
 
+        if not possible():  # no kernel may be compiled in a CUDA graph
+            return own(self, *args, **kwargs)
         _, compiled = process.this.waiting.pop(id(self))
+        is_first = not compiled.put_off
         process.this.running.append(compiled)
         try:
             from .keys import in_place_of_options
 
             if not any(isinstance(other, cls) for other, _ in process.this.waiting.values()):
                 cls.__call__ = own
-            _look_again(self, compiled)
-            _find_key(compiled)
+            if is_first:
+                _look_again(self, compiled)
+                _find_key(compiled)
             # Tracing and compiling run no fused op.
             with in_place_of_options(compiled), counted(compiled), recording() as seen:
                 result = own(self, *args, **kwargs)
         except BaseException:
-            compiled.pieces.clear()
+            if is_first:
+                compiled.pieces.clear()
             _wait_for(self, compiled)  # a call that raised is none
             raise
         finally:
             process.this.running.pop()
         if compiled.active:
             _say_who_passed_by(compiled, "pass", "piece", "artefact")
-            _warm_up(seen)
+        if _tokens(args, kwargs) in compiled.untouched:
+            compiled.put_off = True
+            _wait_for(self, compiled)  # for one in which what was put in is called
+            return result
+        if compiled.active:
+            _warm_up(seen, compiled.untouched)
         _finish(compiled)
         return result
 
     return first_call
+
+
+def _tokens(args: Any, kwargs: Any) -> int:
+    """Of a call of a module that vLLM compiles: by the ids or, where those are embedded already, the positions, of which there may be several a token."""
+    from torch import Tensor
+
+    given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and not each.is_floating_point())
+    return next((each.shape[-1] for each in given), 0)
 
 
 def _look_again(module: nn.Module, compiled: CompiledModule) -> None:
@@ -284,7 +318,7 @@ def _say_who_passed_by(compiled: CompiledModule, *names: str) -> None:
 
 def _find_key(compiled: CompiledModule) -> None:
     """Before vLLM looks into its cache: tell it by what key this module is known."""
-    if process.this.off is None and (compiled.active or any(each.key for each in compiled.seams.values())):
+    if process.this.off is None and compiled.stands:
         compiled.key = uuid.uuid4().hex  # where none can be found, one that no other start has
         with _quietly("finding the key of the fusions for vLLM's cache", compiled.strict):
             from .keys import key_for
@@ -292,13 +326,13 @@ def _find_key(compiled: CompiledModule) -> None:
             compiled.key = key_for(compiled)
 
 
-def _warm_up(seen: dict[Any, None]) -> None:
-    """After the profiling run, which has the most tokens: what is launched in another way for fewer is launched now."""
+def _warm_up(seen: dict[Any, None], untouched: range) -> None:
+    """After the profiling run, which has the most tokens: what is launched in another way for fewer is launched now, but for those of `untouched` steps."""
     with _quietly("launching kernels for fewer tokens"):
         from ...fusion.ops.warming import warm_up
 
         began = time.perf_counter()
-        launches = warm_up(seen)
+        launches = warm_up(seen, untouched)
         if launches:
             took = time.perf_counter() - began
             VLLM.logger.info(
@@ -387,13 +421,11 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _check_that_one_was_read(vars(backend).get("vllm_config"))  # here too: the hook of steps is none that is needed
     if compiled is not None and compiled.active:
         _add_pass(backend, compiled)
-    door: Any = None if compiled is None else compiled.seams.get("mla_decode")
-    most = None if door is None else door.plain_beyond()
-    if most is not None:
-        with _quietly("adding the pass for many tokens to vLLM's"):
+    if compiled is not None and compiled.untouched and any(each.key for each in compiled.seams.values()):
+        with _quietly("adding the pass for steps that wait for the host to vLLM's"):
             from .decode_beyond import PlainBeyond
 
-            backend.pass_manager.passes.insert(0, PlainBeyond(most))
+            backend.pass_manager.passes.insert(0, PlainBeyond(compiled.untouched))
     return result
 
 
@@ -402,7 +434,7 @@ def _add_pass(backend: Any, compiled: CompiledModule) -> None:
     try:
         from .passes import FusionPass, caller_of, insert
 
-        compiled.added = insert(backend, FusionPass(compiled.pipeline, compiled.key))
+        compiled.added = insert(backend, FusionPass(compiled.pipeline, compiled.key, untouched=compiled.untouched))
         compiled.manager = caller_of(backend.pass_manager)
         if compiled.distrusts:
             backend.compiler_manager.cache.clear()  # pieces that were kept with the module
@@ -421,13 +453,15 @@ def _at_piece(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     started = None
     with _quietly("reading a piece of the graph"):
         from ..pieces import outline_of
+        from .host_bound import holds
 
         if compiled.added is None:
             _say_who_passed_by(compiled, "pass")
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         number, tokens = given.get("graph_index", 0), given["compile_range"]
-        outline = outline_of(given["graph"])
-        started = compiled.piece_starts(outline, str(tokens))
+        if not holds(compiled.untouched, tokens):
+            outline = outline_of(given["graph"])
+            started = compiled.piece_starts(outline, str(tokens))
     result = original(*args, **kwargs)
     with _quietly("recording a piece of the graph"):
         if started is not None and not compiled.piece_ends(outline, number, str(tokens), started):

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import attrs
@@ -78,12 +79,29 @@ def _stand(compiled: CompiledModule, module: nn.Module, sites: list[Site], kerne
     standing.put_in()
     # Of all layers together: they call the same op.
     compiled.aside = lambda: Counter(standing.forms[site] for site in standing.ran.elements())
+    for held, _ in standing.forwards.values():
+        _but_for(compiled.untouched, held, "forward")
     for site in sites:
         kernel = kernels[site.name]
         if PRODUCT not in vars(kernel):  # else it takes what is quantised in front of it
             setattr(
                 kernel, PRODUCT, _product(kernel, site.quant is not None and site.quant.use_ue8m0, stood[site.name])
             )
+        _but_for(compiled.untouched, kernel, PRODUCT)
+
+
+def _but_for(untouched: range, held: Any, name: str) -> None:
+    """Let what stands at an instance be called but for these numbers of tokens, for which its class's own is; and of its copies alone."""
+    ours = vars(held)[name]
+
+    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = args[0] if args else next(iter(kwargs.values()))
+        if self is not held or (not torch.compiler.is_compiling() and len(rows) in untouched):
+            return getattr(type(self), name)(self, *args, **kwargs)
+        return ours(*args, **kwargs)
+
+    if untouched:
+        vars(held)[name] = MethodType(either, held)
 
 
 def why_not(vllm_config: Any, kernel: Any) -> str | None:

@@ -72,8 +72,10 @@ def _shape(tensor: Tensor, placed: bool) -> _Shape:
     return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, beyond)
 
 
-def warm_up(calls: dict[Call, None]) -> int:
+def warm_up(calls: dict[Call, None], never: range = range(0)) -> int:
     """Make calls like those recorded, with every number of rows up to theirs that has a launch of its own. How many that were.
+
+    What is launched for numbers of rows alone that `never` come is left out.
 
     Where ops are called by several ranks together, all of them make this call, with what they recorded together. They compare what
     they are about to launch: a rank that launched less would leave the others waiting in a kernel.
@@ -86,7 +88,7 @@ def warm_up(calls: dict[Call, None]) -> int:
     made: tuple[Call, ...] = ()
     with torch.inference_mode():
         try:
-            made = tuple(_planned(calls, memory))
+            made = tuple(_planned(calls, memory, never))
         except Exception as error:  # the other ranks wait to hear of it
             problem = error
         for group in _groups(calls):
@@ -116,7 +118,7 @@ def _compile_ahead(made: tuple[Call, ...], memory: _Memory) -> None:
             overload(name)(*_tensors(given, memory))
 
 
-def _planned(calls: Iterable[Call], memory: _Memory) -> dict[Call, None]:
+def _planned(calls: Iterable[Call], memory: _Memory, never: range) -> dict[Call, None]:
     """The calls to make, each once, with memory for every one."""
     made: dict[Call, None] = {}
     for name, given in calls:
@@ -126,8 +128,10 @@ def _planned(calls: Iterable[Call], memory: _Memory) -> dict[Call, None]:
             continue
         few = _tensors(_resized(op, given, 1), memory)
         steps = backends.steps(name, few[0].device.type, case_maker(op)(*few))
-        numbers = {1, *(step + 1 for step in steps)} if steps else set()
-        for number in sorted(number for number in numbers if number <= most):
+        firsts = sorted({1, *(step + 1 for step in steps if step < most)}) if steps else []
+        for number, following in zip(firsts, [*firsts[1:], most + 1], strict=False):
+            if number in never and following - 1 in never:
+                continue
             resized = _resized(op, given, number)
             _tensors(resized, memory)
             made[name, resized] = None

@@ -9,7 +9,6 @@ import ast
 import contextlib
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -25,6 +24,7 @@ from helpers import ROOT, in_turn, shown
 
 pytest.importorskip("vllm_paged")
 import vllm_paged
+from test_vllm_host_bound import calls_of
 from test_vllm_inside import as_installed
 from test_vllm_plugin import (  # noqa: F401 (`fresh` is a fixture)
     COLUMNS,
@@ -164,16 +164,13 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
 
 
 @pytest.mark.parametrize("stored", [("auto", "float32"), pytest.param(("fp8", "float32"), marks=pytest.mark.thorough)])
-def test_graphs_for_more_tokens_than_are_captured_hold_plain_torch(
-    stored: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_for_more_tokens_than_are_captured_hold_plain_torch(stored: tuple[str, str], tmp_path: Path) -> None:
     """As if vLLM captured steps of up to four tokens: with more, nothing of layerfuse's is called, and numbers and cache are as ever."""
     cache_dtype, dtype = stored
     config = {"cache_dtype": cache_dtype, "dtype": dtype}
     states, entries = CLOSE[stored]
     own, own_caches, _ = ran("deepseek-v3", tmp_path / "own", False, mode="NONE", **config)
-    monkeypatch.setattr(decode_beyond, "endpoint_for", lambda _: 4)
-    got, caches, calls = ran("deepseek-v3", tmp_path / "ours", ON, mode="VLLM_COMPILE", **config)
+    got, caches, calls = ran("deepseek-v3", tmp_path / "ours", ON, mode="VLLM_COMPILE", captured=4, **config)
     for step, (a, b) in enumerate(zip(got, own, strict=True)):
         assert (a - b).norm() / b.norm() < states, step
     for found, expected in zip(caches, own_caches, strict=True):
@@ -196,9 +193,11 @@ def test_graphs_for_more_tokens_than_are_captured_hold_plain_torch(
 def test_graphs_that_cannot_be_written_out_keep_the_ops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(decode_beyond, "endpoint_for", lambda _: 4)
     monkeypatch.setattr(decode_beyond, "make_fx", broken)
-    with paged("deepseek-v3", tmp_path, layerfuse={"fusions": ["mla_decode"]}) as engine, counting() as counted:
+    with (
+        paged("deepseek-v3", tmp_path, layerfuse={"fusions": ["mla_decode"]}, captured=4) as engine,
+        counting() as counted,
+    ):
         got = engine.step(STEPS[0][0])
     torch.testing.assert_close(got.float(), own_states()[0], rtol=1e-4, atol=1e-5)
     assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_rope": 3}
@@ -219,17 +218,6 @@ def test_a_first_call_that_raised_counts_for_nothing(
     assert (UNCOMPILED if mode == "NONE" else LINE) in said(caplog)
 
 
-def test_where_cuda_graphs_end() -> None:
-    def ends(endpoints: Any, most: int | None) -> int | None:
-        return decode_beyond.endpoint_for(
-            SimpleNamespace(compile_ranges_endpoints=endpoints, max_cudagraph_capture_size=most)
-        )
-
-    assert ends([8192], 512) == 512 and ends([100, 8192], 512) == 512
-    assert ends([512], 512) is None and ends([8192], 0) is None and ends([8192], None) is None
-    assert ends(None, 512) is None and decode_beyond.endpoint_for(SimpleNamespace(max_cudagraph_capture_size=8)) is None
-
-
 def test_in_graphs_of_pieces_each_step_launches_the_same_and_decodes_as_vllm_does(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -247,34 +235,16 @@ def test_in_graphs_of_pieces_each_step_launches_the_same_and_decodes_as_vllm_doe
     assert IN_PIECES in lines and DECODED not in lines
 
 
-def calls_of(engine: Any, requests: Any) -> int:
-    """How many functions a step calls, Python's and C's."""
-    counted = 0
-
-    def see(_frame: Any, event: str, _given: Any) -> None:
-        nonlocal counted
-        counted += event in ("call", "c_call")
-
-    sys.setprofile(see)
-    try:
-        engine.step(requests)
-    finally:
-        sys.setprofile(None)
-    return counted
-
-
 @pytest.mark.skipif(RELEASE != NEWEST, reason="its cache write is not one call")
-def test_a_step_beyond_graphs_calls_no_more_functions_than_vllms(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("fusions", ["mla_decode", "all,+mla_decode"])
+def test_a_step_beyond_graphs_calls_no_more_functions_than_vllms(fusions: str, tmp_path: Path) -> None:
     """The host's time of a prompt is that of Python: nothing in front of an attention may cost more of it."""
-    monkeypatch.setattr(decode_beyond, "endpoint_for", lambda _: 4)
     found = []
-    for on in (False, ON):
-        with paged("deepseek-v3", tmp_path / str(bool(on)), layerfuse=on, mode="VLLM_COMPILE") as engine:
-            for sequence in (0, 1):
-                engine.step(((sequence, 20),))
-            found.append(calls_of(engine, ((2, 20),)))
+    for on in (False, {"fusions": fusions, "strict": True}):
+        with paged("deepseek-v3", tmp_path / str(bool(on)), layerfuse=on, captured=4) as engine:
+            for sequence, new in ((3, 3), (0, 20), (1, 20)):  # the first is looked at in the place of a profiling run
+                engine.step(((sequence, new),))
+            found.append(calls_of(engine.step, ((2, 20),)))
     own, ours = found
     assert ours <= own
 

@@ -176,3 +176,15 @@ def test_weights_that_lie_otherwise_are_vllms(tmp_path: Path, caplog: pytest.Log
     assert any(
         "gate_up_proj:linear: the first run did not come to its product, or its kernel" in line for line in said(caplog)
     )
+
+
+def test_where_a_step_waits_for_the_host_all_of_it_is_vllms(tmp_path: Path) -> None:
+    options = {"captured": 16, "split": True}
+    with model(tmp_path, ALL, "VLLM_COMPILE", **options) as engine:
+        assert given_to_vllm(engine, 17) == (2, {})
+        assert given_to_vllm(engine, 16)[1]["group_quant_linear"] == 1
+        with counting() as called:
+            engine(17)
+            assert not {*called} - {"quantise_group"}
+            engine(16)
+        assert called["silu_mul_group_quant_with_product"] == 1

@@ -171,7 +171,7 @@ def served(
         `texts`: request -> its tokens, and how far the best two log probabilities were apart at each. `kinds`: how many steps were of each kind.
         `preempted`: how often a request was. `calls`: of layerfuse's ops.
     """
-    from layerfuse.engines.vllm import decode_beyond, decode_ops, register
+    from layerfuse.engines.vllm import decode_ops, register
     from layerfuse.fusion.backends import counting
 
     torch.set_num_threads(1)
@@ -187,7 +187,7 @@ def served(
         return outputs(q, *q.shape), outputs(kv, kv.shape[0], kv.shape[-1] + k_rope.shape[-1])
 
     config = engine_config(
-        "deepseek-v3", layerfuse=options, dtype=dtype, mode=mode, overrides=DENSE if dense else EXPERTS
+        "deepseek-v3", layerfuse=options, dtype=dtype, mode=mode, captured=GRAPHS, overrides=DENSE if dense else EXPERTS
     )
     config.compilation_config.splitting_ops = list(SPLIT)
     config.cache_config.num_gpu_blocks_override, config.cache_config.block_size = BLOCKS, BLOCK
@@ -200,7 +200,6 @@ def served(
         stack.enter_context(_on_cpu())
         stack.enter_context(mock.patch.object(Scheduler, "_preempt_request", noted))
         stack.enter_context(mock.patch.object(decode_ops, "_made", made))
-        stack.enter_context(mock.patch.object(decode_beyond, "endpoint_for", return_value=GRAPHS))
         engine = LLMEngine(config, UniProcExecutor, log_stats=False)
         runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         filled(runner.model)

@@ -372,10 +372,14 @@ def engine_config(
     dtype: str = "float32",
     mode: str = "VLLM_COMPILE",
     slot: Any = None,
+    captured: int = 0,
     overrides: Mapping[str, Any] | None = None,
     **compilation: Any,
 ) -> VllmConfig:
-    """The config of a tiny model, with layerfuse's options. The mode is set where the CPU platform would lower it."""
+    """The config of a tiny model, with layerfuse's options. The mode is set where the CPU platform would lower it.
+
+    ``captured``: the most tokens that vLLM is taken to capture in CUDA graphs.
+    """
     recipe = MODELS[name]
     ModelRegistry.register_model(architecture(recipe.checkpoint), import_model(recipe.model_class))
     config = config_on_cpu(
@@ -399,6 +403,7 @@ def engine_config(
         additional_config={} if layerfuse is None else {"layerfuse": layerfuse},
     )
     made = config.compilation_config
+    made.max_cudagraph_capture_size = captured
     made.mode, made.backend, made.ir_enable_torch_wrap = CompilationMode[mode], "inductor", mode != "NONE"
     made.splitting_ops = [SPLIT_AT, "vllm::qwen_gdn_attention_core"] if split else []
     for field in dataclasses.fields(made.pass_config):

@@ -1,0 +1,173 @@
+"""Steps that wait for the host: vLLM's own graph runs there, and nothing of layerfuse's is called, counted or compiled.
+
+Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm_started")
+
+from test_vllm_plugin import ADD, BOTH, DUAL, SHORT, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from vllm_started import loaded_from_cache, started
+
+from layerfuse.engines import process
+from layerfuse.engines.options import OptionsError, options_in
+from layerfuse.engines.vllm.host_bound import UP_TO, set_apart, tokens_of
+from layerfuse.fusion import FusionMissedError, backends
+from layerfuse.fusion.backends import counting
+
+MOST, CAPTURED, WAITS, MORE = 2048, 8, 20, 40
+"""Tokens of a tiny engine's longest step, of its CUDA graphs, and of a step of each kind behind them, where `HERE` is said."""
+HERE = {**BOTH, "strict": True, "host_bound": 32}
+UP_TO_ALL = {**HERE, "host_bound": MOST}
+OWN = "in steps of 9 to {} tokens vLLM's own graph runs"
+FUSED = "{0}: {1} expected, {1} fused, 0 missed; called {1} times in the {2}"
+FIRST = "first run of at most 8 tokens"
+
+
+def compilation(endpoints: Any, captured: int | None) -> Any:
+    return SimpleNamespace(compile_ranges_endpoints=endpoints, max_cudagraph_capture_size=captured)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "captured", "up_to", "ends"),
+    [
+        ([8192], 512, None, [512, UP_TO, 8192]),
+        ([1000, 8192], 512, None, [512, 1000, UP_TO, 8192]),
+        ([2048], 512, None, [512, 2048]),
+        ([8192], 512, 1024, [512, 1024, 8192]),
+        ([8192], 512, 0, [8192]),
+        ([8192], UP_TO, None, [8192]),
+        ([512], 512, None, [512]),
+        # Without CUDA graphs every step waits for the host, and is what was asked for.
+        ([8192], 0, None, [8192]),
+        ([8192], None, None, [8192]),
+        (None, 512, None, None),
+    ],
+)
+def test_where_the_graphs_begin_and_end(endpoints: Any, captured: int | None, up_to: int | None, ends: Any) -> None:
+    config = compilation(endpoints, captured)
+    tokens = tokens_of(config, up_to)
+    set_apart(config, tokens)
+    assert config.compile_ranges_endpoints == ends
+    assert bool(tokens) == (ends != endpoints or (endpoints == [512, 2048]))
+
+
+def test_a_release_without_ranges_of_tokens_is_left_alone() -> None:
+    assert not tokens_of(SimpleNamespace(max_cudagraph_capture_size=512), None)
+
+
+def calls_of(step: Any, given: Any) -> int:
+    """How many functions a step calls, Python's and C's."""
+    counted = 0
+
+    def see(_frame: Any, event: str, _given: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        step(given)
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def test_there_vllms_own_graph_runs_and_costs_the_host_what_it_costs_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # To find a step's graph among three takes longer than among one: 0.1 us for a piece.
+    ranges = {"compile_ranges_endpoints": [CAPTURED, 32]}
+    with started("deepseek-v3", tmp_path / "own", layerfuse=False, captured=CAPTURED, **ranges) as engine:
+        own = engine(WAITS)
+        calls = min(calls_of(engine, WAITS) for _ in range(3))  # the first calls of a kind look something up
+    for start in ("cold", "warm"):
+        caplog.clear()
+        before = loaded_from_cache()
+        with started("deepseek-v3", tmp_path, layerfuse=HERE, captured=CAPTURED) as engine:
+            engine(MORE)
+            assert loaded_from_cache() - before == (start == "warm")
+            for tokens in (MORE, WAITS, CAPTURED):
+                with counting() as counted:
+                    found = engine(tokens)
+                assert counted == ({} if tokens == WAITS else {ADD: 6, DUAL: 3}), tokens
+                if tokens == WAITS:
+                    assert torch.equal(found, own)
+            if start == "cold":  # vLLM calls fewer where it has read a model from its cache
+                assert min(calls_of(engine, WAITS) for _ in range(3)) == calls
+        lines = said(caplog)
+        assert {FUSED.format(ADD, 6, "profiling run"), FUSED.format(DUAL, 3, "profiling run")} <= {*lines}
+        assert "over 4 graphs and 2 ranges of tokens: (1, 8), (33, 2048)" in lines
+        assert OWN.format(32) in lines
+
+
+def test_where_the_profiling_run_is_such_a_step_the_first_other_one_is_looked_at(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "steps", lambda *_: (2, 4, 100))
+    with started("deepseek-v3", tmp_path, **SHORT, layerfuse=UP_TO_ALL, captured=CAPTURED) as engine:
+        for _ in range(2):
+            with counting() as counted:
+                engine(MORE)
+            assert not counted and not any(ADD in line for line in said(caplog))
+        engine(6)
+        # Of what that run has called, for 1, 3 and 5 tokens.
+        assert any(line.startswith("layerfuse: 6 launches for fewer tokens") for line in said(caplog))
+        lines = said(caplog)
+        assert {FUSED.format(ADD, 2, FIRST), FUSED.format(DUAL, 1, FIRST), OWN.format(MOST)} <= {*lines}
+        engine(6)
+        assert said(caplog) == lines
+
+
+def test_nothing_is_launched_beforehand_for_these_numbers_of_tokens_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "steps", lambda *_: (2, 10, 20, 36))
+    with started("deepseek-v3", tmp_path, **SHORT, layerfuse=HERE, captured=CAPTURED) as engine:
+        engine(MORE)
+    # Of each of two ops for 1, 3, 21 and 37 tokens: what is launched for 11 to 20 alone never runs.
+    assert any(line.startswith("layerfuse: 8 launches for fewer tokens") for line in said(caplog))
+
+
+def test_a_run_that_raises_is_not_the_one_and_strict_stops_there(tmp_path: Path) -> None:
+    with started("deepseek-v3", tmp_path, **SHORT, layerfuse=UP_TO_ALL, captured=CAPTURED) as engine:
+        engine(MORE)
+        ((_, compiled),) = process.this.waiting.values()
+        with mock.patch("vllm_started.before_attention", raises), pytest.raises(RuntimeError, match="once"):
+            engine(6)
+        assert compiled.pieces
+        del compiled.pieces[:]
+        with pytest.raises(FusionMissedError):
+            engine(6)
+
+
+def raises(_: Any) -> None:
+    raise RuntimeError("once")
+
+
+def test_how_far_it_reaches_is_part_of_vllms_cache_key(tmp_path: Path) -> None:
+    before = loaded_from_cache()
+    for up_to, warm in ((32, 0), (0, 0), (64, 0), (32, 1), (0, 2)):
+        options = {**HERE, "host_bound": up_to}
+        with started("deepseek-v3", tmp_path, **SHORT, layerfuse=options, captured=CAPTURED) as engine:
+            engine(MORE)
+            with counting() as counted:
+                engine(WAITS)
+            assert bool(counted) == (up_to == 0)
+        assert loaded_from_cache() - before == warm
+
+
+@pytest.mark.parametrize("wrong", [True, -1, 1.5, "vllm"])
+def test_it_is_a_number_of_tokens(wrong: Any) -> None:
+    with pytest.raises(OptionsError, match=re.escape(f"host_bound: expected a number of tokens, or 0, got {wrong!r}")):
+        options_in({"layerfuse": {"host_bound": wrong}})
