@@ -30,7 +30,7 @@ PRODUCTS = ("few_token_linear_group_quant",)
 ALL = (*NAMED, "silu_mul_group_quant", *PRODUCTS)
 _ARMS = {
     "default": Arm(way="sglang"), "quantised": Arm(QUANTISED, "sglang"), "named": Arm(NAMED, "sglang"),
-    "products": Arm(PRODUCTS, "sglang"), "all": Arm(ALL, "sglang"),
+    "named_breakable": Arm(NAMED, "breakable"), "products": Arm(PRODUCTS, "sglang"), "all": Arm(ALL, "sglang"),
 }  # fmt: skip
 _MLA = {**_ARMS, "all": Arm((*ALL, "mla_dual_rms_norm_group_quant"), "sglang")}
 _GATED = {**_ARMS, "all": Arm((*ALL, "gated_rms_norm_group_quant"), "sglang")}
