@@ -14,7 +14,7 @@ from ..adapters.errors import LayerfuseError, SpecError, cut, did_you_mean, show
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.config import FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
-from ..fusion.planning import ANY, why_unfound
+from ..fusion.planning import ANY, unfound
 from ..fusion.sites import ROLES, UNREAD
 from ..fusion.steps.linear import HELD
 from .console import prose_width, require_writable, show, write_text
@@ -280,8 +280,8 @@ def _unfound(decided: Plan) -> list[str]:
     from ..engines.vllm.decode_facts import TAKES
 
     absent = [name for name in Options().named if not decided.concerns(name)]
-    found = {name: why_unfound(name, decided.decisions, TAKES) for name in absent}
-    return [f"{name} is asked for, and has no site in this model: {why}." for name, why in found.items() if why]
+    found = unfound(absent, decided.decisions, TAKES)
+    return [f"{name} is asked for, and has no site in this model: {why}." for name, why in found.items()]
 
 
 def _held(decided: Plan) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +45,8 @@ class Hook:
     calls it; none, where something of layerfuse's is called in its place."""
     source: str | None = None
     "Where its source is, as `module:path`, if not at `place`."
+    reads: frozenset[str] | None = None
+    "The attributes of itself that a method reads; one that reads more does something new. None: any."
     needed: bool = True
     "Whether nothing may be done without it. One that is not needed belongs to a part of the engine that few use."
     on_rocm: bool = False
@@ -98,6 +101,8 @@ def check(hook: Hook, module: ModuleType) -> Callable[..., Any]:
     except (TypeError, ValueError):
         raise HookError(f"{hook.place} has no signature that Python can tell") from None
     problem, other = _misfit(hook, found), wrapped_by(hook, module)
+    if problem is None and hook.reads is not None:
+        problem = _why_new(hook, hook.reads, ast.parse(textwrap.dedent(inspect.getsource(function))))
     if problem is not None:
         whose = hook.place if other is None else f"{hook.place}, from {other},"
         raise HookError(problem.replace(hook.place, whose, 1))
@@ -126,7 +131,15 @@ def check_source(hook: Hook, folder: Path) -> str | None:
             return f"{hook.place} is expected, and there is no {part!r} in {module}"
     if isinstance(found, ast.ClassDef):
         return f"{hook.place} is expected to be a function, and is a class"
-    return _misfit(hook, dict(_parameters(found.args)))
+    problem = _misfit(hook, dict(_parameters(found.args)))
+    return _why_new(hook, hook.reads, found) if problem is None and hook.reads is not None else problem
+
+
+def _why_new(hook: Hook, known: frozenset[str], source: ast.AST) -> str | None:
+    """Why a method does more than is known, from its source; None where it does not."""
+    names = (node for node in ast.walk(source) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
+    new = sorted({node.attr for node in names if ast.unparse(node.value) == "self"} - known)
+    return f"{hook.place} reads self.{new[0]}, of which this version of layerfuse knows nothing" if new else None
 
 
 def _parameters(given: ast.arguments) -> Iterator[tuple[str, bool]]:

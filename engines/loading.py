@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from ..adapters.errors import LayerfuseError
+from ..adapters.specs import AnySpec
+from ..fusion.rewrite.attribution import join
+from ..fusion.sites import Site, linear_sites, mixtures_of
 from ..fusion.target import Target
-from .compiled_module import unfound_lines
-from .process import once
+from .compiled_module import say_unfound, unfound_lines
+from .process import of_each_class, once
 
 
 class NotFusedError(LayerfuseError, RuntimeError):
@@ -35,6 +39,35 @@ def nothing(model: nn.Module, why: str, stops: bool = False) -> None:
     if stops:
         raise NotFusedError(type(model).__name__, why)
     once(logging.WARNING, "layerfuse: nothing is fused in %s: %s", type(model).__name__, why)
+
+
+def tell_unfound(model: nn.Module, unfound: dict[str, str], stops: bool) -> None:
+    """Say which fusions that are asked for by name have no site in a model.
+
+    Raises:
+        NotFusedError: there is one, and that stops the engine.
+    """
+    name = type(model).__qualname__
+    if unfound and stops:
+        raise NotFusedError(name, "", unfound)
+    say_unfound(name, unfound)
+
+
+def say_unknown(unknown: Mapping[str, str]) -> None:
+    """Say once where nothing is fused, as no adapter knows what stands there: layer -> class."""
+    for of_a_class in of_each_class(unknown):
+        once(logging.WARNING, "layerfuse: no adapter knows %s: nothing is fused there", of_a_class)
+
+
+def linears_left(specs: Sequence[tuple[str, AnySpec]], why_left: Callable[[str, Site], str | None]) -> dict[str, str]:
+    """Path of a linear of a loaded model -> why its product stays the engine's with few tokens too, as a sentence, as `why_left` has it."""
+    found = {}
+    for site in linear_sites(specs, {}, mixtures_of(specs), True):
+        path = "" if site.linear is None else join(site.layer, site.linear.path)
+        why = why_left(path, site)
+        if why is not None:
+            found[path] = why
+    return found
 
 
 def device_of(module: nn.Module) -> torch.device:

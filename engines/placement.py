@@ -9,7 +9,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from attrs import define, field
 from torch import nn
 
+from ..fusion.ops.agreement import RankDisagreementError, agree
 from ..fusion.report import Use
+from .host import here
+
+
+def why_apart(what: str, decision: str) -> str | None:
+    """Why the ranks of the tensor-parallel group do not decide alike on something, as a sentence; None where they do.
+
+    Args:
+        what: it is; asked once in a process.
+        decision: of this rank: the reason why not, in its first line, or nothing.
+    """
+    try:
+        agree(here().group(), what, decision)
+    except RankDisagreementError as error:
+        said = (f"rank {rank}: {why.splitlines()[0]}" for rank, why in enumerate(error.decisions) if why)
+        return next(said, str(error))
+    return None
 
 
 @define(kw_only=True, eq=False)

@@ -25,7 +25,6 @@ from ..adapters.specs import FinalNormSpec, KernelSpec, LinearSpec
 from ..fusion.catalog import FUSIONS
 from ..fusion.match.errors import Unmatched
 from ..fusion.ops import FUNCTIONS
-from ..fusion.ops.agreement import RankDisagreementError, agree
 from ..fusion.planning import Decision
 from ..fusion.report import GraphRecord, Use
 from ..fusion.rewrite.attribution import is_around, join
@@ -38,6 +37,7 @@ from .compiled_module import CompiledModule, Piece
 from .handover import Reader, give
 from .host import here
 from .native import Native, NotNativeError
+from .placement import why_apart
 from .process import once
 from .seams import Seam, seam_of
 from .whose import module_of
@@ -114,13 +114,7 @@ class Standing:
         self.waiting.clear()
 
     def _apart(self, what: str, decision: str) -> str | None:
-        """Why the ranks do not decide alike, as a sentence; None where they do."""
-        try:
-            agree(here().group(), f"{what} of model {self.number}", decision)
-        except RankDisagreementError as error:
-            said = (f"rank {rank}: {why.splitlines()[0]}" for rank, why in enumerate(error.decisions) if why)
-            return next(said, str(error))
-        return None
+        return why_apart(f"{what} of model {self.number}", decision)
 
     def _put_in_each(self) -> None:
         for decision in self._expected():

@@ -282,20 +282,22 @@ def plan(
     )
 
 
-def why_unfound(name: str, decisions: Iterable[Decision], taken: str | None = None) -> str | None:
-    """Why a fusion that is asked for by name can happen at no site of a model, or None where it can.
+def unfound(names: Iterable[str], decisions: Iterable[Decision], taken: str | None = None) -> dict[str, str]:
+    """The fusions of these names that can happen at no site of a model -> why, as a sentence.
 
     Args:
-        name: the fusion's.
+        names: of fusions that are asked for.
         decisions: of all plans for the model.
         taken: the reason of a decision at whose site something else does the same.
     """
-    of_it = [each for each in decisions if each.fusion == name]
-    if any(each.kind in ("expected", "fallback") or each.reason == taken for each in of_it):
-        return None
-    refused = [each.reason for each in of_it if each.kind == "refused"]
-    reasons = Counter(refused or [each.reason for each in of_it])
-    return reasons.most_common(1)[0][0] if reasons else FUSIONS[name].nowhere
+    found, decisions = {}, tuple(decisions)
+    for name in names:
+        of_it = [each for each in decisions if each.fusion == name]
+        if not any(each.kind in ("expected", "fallback") or each.reason == taken for each in of_it):
+            refused = [each.reason for each in of_it if each.kind == "refused"]
+            reasons = Counter(refused or [each.reason for each in of_it])
+            found[name] = reasons.most_common(1)[0][0] if reasons else FUSIONS[name].nowhere
+    return found
 
 
 def several(specs: Any) -> Iterable[Placed]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -13,13 +11,11 @@ from ...adapters.errors import UnknownLayerError
 from ...adapters.specs import AnySpec
 from ...fusion.engine import Engine
 from ...fusion.live_plan import module_index_of
-from ...fusion.planning import plan, why_unfound
-from ...fusion.rewrite.attribution import join
-from ...fusion.sites import linear_sites, mixtures_of
-from ..compiled_module import CompiledModule, say_unfound
-from ..loading import NotFusedError, device_of, nothing, target_of
+from ...fusion.planning import plan, unfound
+from ...fusion.sites import Site
+from ..compiled_module import CompiledModule
+from ..loading import device_of, linears_left, nothing, say_unknown, target_of, tell_unfound
 from ..options import Options
-from ..process import of_each_class, once
 from . import products
 from .facts import engine_of
 
@@ -38,14 +34,13 @@ def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
         nothing(model, engine.refuses["*"], stops)
         return None
     unknown = dict(registry.unknown_in(model))
-    for of_a_class in of_each_class(unknown):
-        once(logging.WARNING, "layerfuse: no adapter knows %s: nothing is fused there", of_a_class)
+    say_unknown(unknown)
     try:
         specs = registry.specs_in(model)
     except UnknownLayerError:
         nothing(model, "no adapter knows any of its layers", stops)
         return None
-    engine = attrs.evolve(engine, linears=dict(_linears_left(runner, specs)), loaded=True)
+    engine = attrs.evolve(engine, linears=_linears_left(runner, specs), loaded=True)
     name = type(model).__qualname__
     ignored = frozenset(registry.default.ignored_in(model))
     compiled = CompiledModule(
@@ -62,33 +57,25 @@ def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
         at_modules=engine.uncompiled,
         engine=engine,
     )
-    unfound = _unfound(options, compiled)
-    if unfound and stops:
-        raise NotFusedError(name, "", unfound)
-    say_unfound(name, unfound)
+    without = unfound(options.named, compiled.plan.decisions)
+    tell_unfound(model, without, stops)
     if not compiled.active:
-        if not (unfound and options.names_alone):
+        if not (without and options.names_alone):
             nothing(model, "no site of it has a fusion that is asked for", stops)
         return None
     return compiled
 
 
-def _unfound(options: Options, compiled: CompiledModule) -> dict[str, str]:
-    """The fusions that are asked for by name and can happen at no site -> why."""
-    found = {name: why_unfound(name, compiled.plan.decisions) for name in options.named}
-    return {name: why for name, why in found.items() if why is not None}
-
-
-def _linears_left(runner: Any, specs: list[tuple[str, AnySpec]]) -> Iterator[tuple[str, str]]:
-    """Path of a linear -> why its product stays SGLang's with few tokens too, as a sentence."""
+def _linears_left(runner: Any, specs: list[tuple[str, AnySpec]]) -> dict[str, str]:
     why_none = products.why_not(runner.server_args)
     known: dict[str, str | None] = {}
-    for site in linear_sites(specs, {}, mixtures_of(specs), True):
-        if site.linear is not None and site.quant is not None:
-            path = join(site.layer, site.linear.path)
-            why = why_none or products.why_not_by(runner.model.get_submodule(path), site.quant, known)
-            if why is not None:
-                yield path, why
+
+    def why_left(path: str, site: Site) -> str | None:
+        if site.quant is None:
+            return None
+        return why_none or products.why_not_by(runner.model.get_submodule(path), site.quant, known)
+
+    return linears_left(specs, why_left)
 
 
 def _engine(runner: Any) -> Engine:

@@ -6,57 +6,34 @@ its MLA wrapper calls three ops of ours (`decode_ops`), compiled or not: two sta
 
 from __future__ import annotations
 
-import ast
-import inspect
 import logging
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import count
 from typing import Any
 
+import attrs
 import torch
 from attrs import define, field
 from torch import nn
 
 from ...adapters.specs import MLASpec
-from ...fusion.ops.agreement import RankDisagreementError, agree
-from ...fusion.planning import Plan
+from ...fusion.planning import Plan, plan
 from ...fusion.sites import DECODE
-from ..hooks import HookError, check, wrapped_by
 from ..host import here
 from ..native import Native, NotNativeError, native, native_call
-from ..placement import Placement
+from ..placement import Placement, why_apart
 from ..process import once
 from ..seams import seam_of
-from .decode_facts import ATTENTION, CHANGED, CLASS, HOOKS, LEFT, NAME, WHY, WRITE, why_not_here, why_not_read
+from .decode_facts import ATTENTION, CHANGED, CLASS, LEFT, NAME, SEAM, WHY, WRITE, taking, why_not_here
 from .seams import SEAMS
 
 _loaded = count(1)
 
 BYPASSED = frozenset({"q_a_layernorm", "kv_a_layernorm", "rotary_emb", "mla_attn"})
 """The children of vLLM's wrapper that our forward does not call."""
-
-
-def why_not_vllm() -> str | None:
-    """Why this vLLM's code is not what is stood in for, as a sentence, or None where it is."""
-    for hook in HOOKS:
-        module = sys.modules.get(hook.module)
-        if module is None:
-            return f"{hook.module} is not loaded"
-        try:
-            function = check(hook, module)
-        except HookError as error:
-            return str(error)
-        other = wrapped_by(hook, module)
-        if other is not None:
-            return str(NotNativeError(hook.place, other))
-        problem = why_not_read(hook, ast.parse(textwrap.dedent(inspect.getsource(function))))
-        if problem is not None:
-            return problem
-    return None
 
 
 @define(kw_only=True, eq=False)
@@ -85,7 +62,7 @@ class Door(Placement):
         return door
 
     def _problems(self) -> Iterator[str]:
-        problem = why_not_here(self.vllm_config) or why_not_vllm()
+        problem = why_not_here(self.vllm_config) or SEAM.why_not()
         if problem is not None:
             yield problem
             return
@@ -142,15 +119,8 @@ class Door(Placement):
 
     def _why_not_together(self, own: str | None) -> str | None:
         """The reason of all ranks of the tensor-parallel group, or of the first that has one: all of them do it, or none."""
-        from vllm.distributed.parallel_state import get_tp_group
-
-        try:
-            # What was agreed on once is not asked again, and a process may load several models.
-            agree(get_tp_group().device_group.group_name, f"{NAME} of model {next(_loaded)}", own or "")
-        except RankDisagreementError as error:
-            said = (f"rank {rank}: {why}" for rank, why in enumerate(error.decisions) if why)
-            return next(said, str(error))
-        return own
+        # What was agreed on once is not asked again, and a process may load several models.
+        return why_apart(f"{NAME} of model {next(_loaded)}", own or "") or own
 
     def put_in(self) -> None:
         """Let each layer's forward be ours, and vLLM's graphs be split at our ops."""
@@ -204,6 +174,18 @@ class Door(Placement):
     def modules(self) -> dict[str, nn.Module]:
         """Path of a layer -> the wrapper whose forward is ours; empty where none is."""
         return dict(zip(self.layers, (layer.wrapper for layer in self.made), strict=True)) if self.stands else {}
+
+
+def with_door(decided: Plan, module: nn.Module, vllm_config: Any) -> tuple[Plan, Door | None]:
+    """A plan with what is to stand where it expects decode steps. What is on by default and cannot stand there is not expected any more."""
+    door = Door.of(module, decided, vllm_config)
+    if door is None or door.stands:
+        return (decided if door is None else taking(decided)), door
+    if decided.engine is None or NAME in dict(decided.config.switches):
+        return decided, door
+    once(logging.INFO, f"{LEFT} (it is on by default here)", door.why_not)
+    engine = attrs.evolve(decided.engine, keeps={**decided.engine.keeps, DECODE: str(door.why_not)})
+    return plan(decided.specs, decided.target, decided.config, engine), None
 
 
 def _why_not_layer(wrapper: Any, spec: MLASpec, shared: bool) -> str | None:

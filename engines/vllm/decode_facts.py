@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -14,7 +12,8 @@ from ...fusion.engine import Engine
 from ...fusion.planning import Plan, plan
 from ...fusion.sites import DECODE, LATENTS
 from ...fusion.steps.decode import WHY as OF_SPECS
-from ..hooks import Hook, check_source
+from ..hooks import Hook
+from ..seams import Seam
 from .switches import BATCH_INVARIANT, INVARIANT, MLA_DISABLE, is_set
 
 NAME = "mla_decode"
@@ -54,56 +53,6 @@ SWITCHED = WRAPPED - {"KimiLinearForCausalLM", "LongcatFlashForCausalLM"}
 
 ATTENTION = ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
 """Module and class of its attention, and of no other."""
-
-HOOKS = tuple(
-    Hook(name="decode", module=module, path=path, takes=takes, others="none" if module == CLASS[0] else "optional")
-    for module, path, takes in (
-        (CLASS[0], f"{CLASS[1]}.forward", ("self", "positions", "hidden_states", "llama_4_scaling")),
-        (ATTENTION[0], "MLAAttention.forward", ("self", "q", "kv_c_normed", "k_pe", "output_shape")),
-        (
-            ATTENTION[0],
-            "MLAAttention.forward_impl",
-            ("self", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output"),
-        ),
-        (ATTENTION[0], "MLAAttention._v_up_proj", ("self", "x", "out")),
-        (
-            ATTENTION[0],
-            "unified_mla_kv_cache_update",
-            ("kv_c_normed", "k_pe", "layer_name", "kv_cache_dtype", "k_scale"),
-        ),
-        (
-            WRITE[0],
-            f"{WRITE[1]}.{WRITE[2]}",
-            ("self", "kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"),
-        ),
-    )
-)
-"""What of vLLM is called, or done in its place."""
-
-WHY = {
-    **OF_SPECS,
-    "no table": "its rope has no table of cos and sin",
-    "sparse": "its attention is sparse",
-    "gate": "it has an output gate",
-    "attention": "{kind} is not vLLM's {known}",
-    "write": "{backend} has a cache write of its own",
-    "padded": "{backend} takes {few} heads as {many}, and the query in {dtype}",
-    "aiter": "AITER's quantised GEMM absorbs its query",
-    "amx": "its query is absorbed by an AMX kernel",
-    "cache": "its cache is {dtype}, a form that the fused op does not write",
-    "scales": "vLLM computes the scales of its cache from its first step",
-    "tiers": "its cache is one of several tiers",
-    "prompts split": "prefill_context_parallel_size is {size}: each rank has a part of a prompt",
-    "own ranks": "the cache is split over ranks in a way that this version of layerfuse does not know",
-    "all queries": "each rank makes the queries of all ranks that share its cache (dcp_q_replicate)",
-    "output": "vLLM's pass for attention and quantisation (fuse_attn_quant) looks for its own ops",
-    "pieces": "vLLM decodes in CUDA graphs of pieces alone (cudagraph_mode is PIECEWISE), which hold the same in every step",
-    "breakable": "vLLM captures its CUDA graphs in pieces around its own ops (VLLM_USE_BREAKABLE_CUDAGRAPH=1)",
-    "mode": "vLLM's compilation mode is {mode}",
-    "disabled": f"{MLA_DISABLE} is set: vLLM runs these layers without MLA",
-    "invariant": INVARIANT,
-}
-"""What a model has or asks for -> why its layers are left to vLLM. docs/mla-decode.md has each of them with what would have to be done."""
 
 READS = {
     "MultiHeadLatentAttentionWrapper.forward": frozenset(
@@ -183,42 +132,68 @@ READS = {
     ),
     f"{WRITE[1]}.{WRITE[2]}": frozenset(),
 }
-"""Method of vLLM's -> the attributes of itself that it reads in 0.26.0 and 0.33.0. One that reads more does something new."""
+"""Method of vLLM's -> the attributes of itself that it reads in 0.26.0 and 0.33.0."""
 
 
-def why_not_read(hook: Hook, source: ast.AST) -> str | None:
-    """Why a method of vLLM's does more than is known, from its source; None where it does not."""
-    known = READS.get(hook.path)
-    if known is None:
-        return None
-    reads = {
-        node.attr
-        for node in ast.walk(source)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    }
-    new = sorted(reads - known)
-    return f"{hook.place} reads self.{new[0]}, of which this version of layerfuse knows nothing" if new else None
+def _hook(module: str, path: str, *takes: str, others: Literal["optional", "none"] = "optional") -> Hook:
+    """A method."""
+    return Hook(name="decode", module=module, path=path, takes=("self", *takes), others=others, reads=READS.get(path))
 
 
-def why_not_source(folder: Path) -> str | None:
-    """Why a vLLM leaves no place for it, from its source, without importing it; None where it does.
+SEAM = Seam(
+    fusion=NAME,
+    hook=_hook(CLASS[0], f"{CLASS[1]}.forward", "positions", "hidden_states", "llama_4_scaling", others="none"),
+    callers=(
+        _hook(ATTENTION[0], "MLAAttention.forward", "q", "kv_c_normed", "k_pe", "output_shape"),
+        _hook(
+            ATTENTION[0], "MLAAttention.forward_impl", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output"
+        ),
+        _hook(ATTENTION[0], "MLAAttention._v_up_proj", "x", "out"),
+        Hook(
+            name="decode",
+            module=ATTENTION[0],
+            path="unified_mla_kv_cache_update",
+            takes=("kv_c_normed", "k_pe", "layer_name", "kv_cache_dtype", "k_scale"),
+            others="optional",
+        ),
+        _hook(
+            WRITE[0],
+            f"{WRITE[1]}.{WRITE[2]}",
+            "kv_c_normed",
+            "k_pe",
+            "kv_cache",
+            "slot_mapping",
+            "kv_cache_dtype",
+            "k_scale",
+        ),
+    ),
+)
+"""What of vLLM is called, or done in its place."""
 
-    Args:
-        folder: of the package vllm.
-    """
-    for hook in HOOKS:
-        problem = check_source(hook, folder)
-        if problem is not None:
-            return problem
-        tree: Any = ast.parse(
-            folder.joinpath(*hook.module.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
-        )
-        for part in hook.path.split("."):
-            tree = next(each for each in tree.body if getattr(each, "name", None) == part)
-        problem = why_not_read(hook, tree)
-        if problem is not None:
-            return problem
-    return None
+WHY = {
+    **OF_SPECS,
+    "no table": "its rope has no table of cos and sin",
+    "sparse": "its attention is sparse",
+    "gate": "it has an output gate",
+    "attention": "{kind} is not vLLM's {known}",
+    "write": "{backend} has a cache write of its own",
+    "padded": "{backend} takes {few} heads as {many}, and the query in {dtype}",
+    "aiter": "AITER's quantised GEMM absorbs its query",
+    "amx": "its query is absorbed by an AMX kernel",
+    "cache": "its cache is {dtype}, a form that the fused op does not write",
+    "scales": "vLLM computes the scales of its cache from its first step",
+    "tiers": "its cache is one of several tiers",
+    "prompts split": "prefill_context_parallel_size is {size}: each rank has a part of a prompt",
+    "own ranks": "the cache is split over ranks in a way that this version of layerfuse does not know",
+    "all queries": "each rank makes the queries of all ranks that share its cache (dcp_q_replicate)",
+    "output": "vLLM's pass for attention and quantisation (fuse_attn_quant) looks for its own ops",
+    "pieces": "vLLM decodes in CUDA graphs of pieces alone (cudagraph_mode is PIECEWISE), which hold the same in every step",
+    "breakable": "vLLM captures its CUDA graphs in pieces around its own ops (VLLM_USE_BREAKABLE_CUDAGRAPH=1)",
+    "mode": "vLLM's compilation mode is {mode}",
+    "disabled": f"{MLA_DISABLE} is set: vLLM runs these layers without MLA",
+    "invariant": INVARIANT,
+}
+"""What a model has or asks for -> why its layers are left to vLLM. docs/mla-decode.md has each of them with what would have to be done."""
 
 
 def why_not_here(vllm_config: Any) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from functools import partial
 from inspect import unwrap
 from typing import Any
 
@@ -16,16 +15,16 @@ from ...adapters.errors import UnknownLayerError
 from ...adapters.linear_quant import kernel_of, quantises_inside
 from ...adapters.specs import AnySpec, FinalNormSpec
 from ...fusion.live_plan import module_index_of
-from ...fusion.planning import plan, why_unfound
-from ...fusion.sites import DECODE, linear_sites, mixtures_of
-from ..compiled_module import CompiledModule, say_unfound
-from ..loading import NotFusedError, device_of, nothing, target_of
+from ...fusion.planning import plan, unfound
+from ...fusion.sites import Site
+from ..compiled_module import CompiledModule
+from ..loading import device_of, linears_left, nothing, say_unknown, target_of, tell_unfound
 from ..options import Options
-from ..process import of_each_class, once
+from ..process import once
 from . import products, shared_experts
 from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
-from .decode import Door
-from .decode_facts import LEFT, NAME, TAKES, taking
+from .decode import with_door
+from .decode_facts import NAME, TAKES
 from .keys import check_table
 from .native_fusions import by_transformers
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
@@ -73,8 +72,7 @@ def compiled_modules_of(
             nothing(model, reason, stops)
             return
         modules = {"": model}
-    for of_a_class in of_each_class(unknown):
-        once(logging.WARNING, "layerfuse: no adapter knows %s: nothing is fused there", of_a_class)
+    say_unknown(unknown)
     _say_quantised_inside(vllm_config, model)
     try:
         specs = registry.specs_in(model)
@@ -107,16 +105,11 @@ def compiled_modules_of(
         engine = engine_for(vllm_config, target, reason, type(model).__name__)
         engine = attrs.evolve(
             engine,
-            linears=dict(_linears_left(module, inside, vllm_config, reason is None)),
+            linears=_linears_left(module, inside, vllm_config, reason is None),
             loaded=True,
             decodes=True,
         )
-        decided = plan(inside, target, config, engine)
-        door = Door.of(module, decided, vllm_config)
-        if door is not None and door.why_not is not None and NAME not in dict(config.switches):
-            once(logging.INFO, f"{LEFT} (it is on by default here)", door.why_not)
-            engine = attrs.evolve(engine, keeps={**engine.keeps, DECODE: door.why_not})
-            decided, door = plan(inside, target, config, engine), None
+        decided, door = with_door(plan(inside, target, config, engine), module, vllm_config)
         left = ignored | {layer for layer, _ in specs} - {layer for layer, _ in here}
         around = attrs.evolve(
             module_index_of(module),
@@ -130,7 +123,7 @@ def compiled_modules_of(
                     name=type(module).__qualname__,
                     model=type(model).__qualname__,
                     path=path,
-                    plan=taking(decided) if door is not None and door.stands else decided,
+                    plan=decided,
                     around=around,
                     config=vllm_config,
                     device=device_of(module),
@@ -146,16 +139,17 @@ def compiled_modules_of(
     # What has no site here may have one in another stage of the pipeline, or in the model that is loaded beside this one.
     alone = draft_of(vllm_config) is None and vllm_config.parallel_config.pipeline_parallel_size == 1
     stops = stops and alone
-    find_unfound = partial(_unfound, options, [compiled for _, compiled in compiled_modules])
-    unfound = find_unfound()
-    if unfound and stops:
-        raise NotFusedError(type(model).__name__, "", unfound)
-    say_unfound(type(model).__name__, unfound)
+
+    def find_unfound() -> dict[str, str]:
+        return unfound(options.named, (each for _, made in compiled_modules for each in made.plan.decisions), TAKES)
+
+    without = find_unfound()
+    tell_unfound(model, without, stops)
     for _, compiled in compiled_modules:
         if stops and compiled.engine is not None and "*" in compiled.engine.refuses:
             nothing(model, compiled.engine.refuses["*"], stops)
     if reason is not None and not any(compiled.active or compiled.seams for _, compiled in compiled_modules):
-        if not (unfound and options.names_alone):
+        if not (without and options.names_alone):
             nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)
         return
     for _, compiled in compiled_modules:
@@ -170,21 +164,17 @@ def compiled_modules_of(
 
 def _linears_left(
     module: nn.Module, specs: list[tuple[str, AnySpec]], vllm_config: Any, compiled: bool
-) -> Iterator[tuple[str, str]]:
-    """Path of a linear -> why its product stays vLLM's with few tokens too, as a sentence."""
-    for site in linear_sites(specs, {}, mixtures_of(specs), True):
-        if site.linear is None:
-            continue
-        path = f"{site.layer}.{site.linear.path}".removeprefix(".")
+) -> dict[str, str]:
+    def why_left(path: str, site: Site) -> str | None:
         why = why_hidden(module, path) if compiled else None
-        if why is None and site.quant is not None:
-            kernel = kernel_of(module.get_submodule(path))
-            if site.quant.inside and site.experts is not None:
-                why = shared_experts.why_not(vllm_config, kernel)
-            elif not site.quant.inside:
-                why = products.why_not_by(kernel)
-        if why is not None:
-            yield path, why
+        if why is not None or site.quant is None:
+            return why
+        kernel = kernel_of(module.get_submodule(path))
+        if not site.quant.inside:
+            return products.why_not_by(kernel)
+        return None if site.experts is None else shared_experts.why_not(vllm_config, kernel)
+
+    return linears_left(specs, why_left)
 
 
 def why_hidden(module: nn.Module, path: str) -> str | None:
@@ -207,13 +197,6 @@ def _say_quantised_inside(vllm_config: Any, model: nn.Module) -> None:
         if inside:
             said = "layerfuse: %d linears of %s quantise inside of FlashInfer's op: a quantised fusion takes that out of it"
             once(logging.INFO, said, inside, type(model).__name__)
-
-
-def _unfound(options: Options, compiled_modules: list[CompiledModule]) -> dict[str, str]:
-    """The fusions that are asked for by name and can happen at no site of a model -> why."""
-    decisions = [each for compiled in compiled_modules for each in compiled.plan.decisions]
-    found = {name: why_unfound(name, decisions, TAKES) for name in options.named}
-    return {name: why for name, why in found.items() if why is not None}
 
 
 def _is_last_stage() -> bool:

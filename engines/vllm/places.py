@@ -12,7 +12,7 @@ from ...fusion.backends import BackendError
 from ...fusion.config import FusionConfigError
 from ..hooks import check_source
 from ..options import BACKEND, Options, check_backend
-from .decode_facts import CLASS, NAME, why_not_source
+from .decode_facts import CLASS, NAME, SEAM
 from .defaults import on_by_default
 from .few_tokens import beside
 from .hooks import HOOKS
@@ -43,7 +43,8 @@ def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
             "linears take there what such a norm has quantised",
             check_source(consumer.hook, folder),
         )
-    yield ":".join(CLASS), f"{NAME} stands there, compiled or not", why_not_source(folder)
+    problems = (check_source(hook, folder) for hook in SEAM.hooks)
+    yield ":".join(CLASS), f"{NAME} stands there, compiled or not", next(filter(None, problems), None)
 
 
 def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "broken"], str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from ...adapters.specs import GatedNormSpec
 from ..declare import Argument, Choice, Epsilon, Flag, Like, Result, Rows, Weight, WeightOffset
 from ..sites import OUTPUT
 from .norm import described
-from .step import MIDDLE, At, Legality, Source, Step
+from .step import MIDDLE, At, Kept, Legality, Source
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
@@ -21,7 +21,7 @@ GATES = ("silu", "sigmoid")
 
 
 @frozen(kw_only=True)
-class GatedNorm(Step):
+class GatedNorm(Kept):
     """The norm of each head with a gate of the same shape, activated, before or behind it."""
 
     stage = MIDDLE
@@ -38,23 +38,10 @@ class GatedNorm(Step):
     activation: str = "activation"
     norm_before_gate: str = "norm_before_gate"
     out: str = "normed"
-    kept: bool = False
-    "Whether the op gives it beside its quantisation, for code at module level that passes it on."
 
     @property
     def rows(self) -> str:
         return f"made_{self.out}.flatten(-2)"  # heads are joined: what reads a gated norm quantises rows of all heads
-
-    @property
-    def is_kept(self) -> bool:
-        return self.kept
-
-    @property
-    def in_graphs(self) -> bool:
-        return False
-
-    def keeping(self) -> GatedNorm:
-        return evolve(self, kept=True)
 
     def arguments(self) -> tuple[Argument, ...]:
         before = "True: norm(x) * activation(gate). False: norm(x * activation(gate))."

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from ...adapters.specs import GatedMLPSpec
 from ..declare import Argument, Like, Limit, Result, Rows
 from ..sites import ACTIVATION
-from .step import MIDDLE, At, Legality, Source, Step
+from .step import MIDDLE, At, Kept, Legality, Source
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
 
 
 @frozen(kw_only=True)
-class SiluMul(Step):
+class SiluMul(Kept):
     """The inside of a gated MLP: `silu(gate) * up`, both clamped where the model clamps them."""
 
     stage = MIDDLE
@@ -28,19 +28,6 @@ class SiluMul(Step):
     up: str = "up"
     limit: str = "limit"
     out: str = "product"
-    kept: bool = False
-    "Whether the op gives it beside its quantisation, for code at module level that passes it on."
-
-    @property
-    def is_kept(self) -> bool:
-        return self.kept
-
-    @property
-    def in_graphs(self) -> bool:
-        return False
-
-    def keeping(self) -> SiluMul:
-        return evolve(self, kept=True)
 
     def arguments(self) -> tuple[Argument, ...]:
         return (

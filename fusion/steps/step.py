@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from ...adapters.activation_quant import ActivationQuant
 from ...adapters.errors import LayerfuseError
@@ -221,6 +221,25 @@ class Step(ABC):
     def is_left(self, use: SiteMatch) -> bool:
         """Whether a use of a site has it, so that it stays behind a form without it: that is said then."""
         return False
+
+
+@frozen(kw_only=True)
+class Kept(Step):
+    """A step whose result code at module level passes on, beside what a quantisation makes of it."""
+
+    kept: bool = False
+    "Whether the op gives it beside that."
+
+    @property
+    def is_kept(self) -> bool:
+        return self.kept
+
+    @property
+    def in_graphs(self) -> bool:
+        return False
+
+    def keeping(self) -> Self:
+        return evolve(self, kept=True)
 
 
 @frozen(kw_only=True)

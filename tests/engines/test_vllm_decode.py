@@ -638,7 +638,8 @@ def test_a_vllm_that_does_more_than_is_known_is_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = "MultiHeadLatentAttentionWrapper.forward"
-    monkeypatch.setitem(decode_facts.READS, method, decode_facts.READS[method] - {"o_proj"})
+    known = attrs.evolve(decode.SEAM.hook, reads=decode_facts.READS[method] - {"o_proj"})
+    monkeypatch.setattr(decode, "SEAM", attrs.evolve(decode.SEAM, hook=known))
     place = f"vllm.model_executor.layers.mla:{method}"
     assert alone(tmp_path, caplog) == f"{place} reads self.o_proj, of which this version of layerfuse knows nothing"
 
@@ -646,8 +647,8 @@ def test_a_vllm_that_does_more_than_is_known_is_left_alone(
 def test_a_function_that_is_not_there_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = tuple(attrs.evolve(h, path=h.path.replace("_v_up_proj", "_v_up")) for h in decode_facts.HOOKS)
-    monkeypatch.setattr(decode, "HOOKS", changed)
+    changed = tuple(attrs.evolve(h, path=h.path.replace("_v_up_proj", "_v_up")) for h in decode.SEAM.callers)
+    monkeypatch.setattr(decode, "SEAM", attrs.evolve(decode.SEAM, callers=changed))
     why = alone(tmp_path, caplog)
     assert why == f"{mla_attention.__name__}:MLAAttention._v_up is expected, and MLAAttention has no '_v_up'"
 

@@ -25,6 +25,7 @@ from vllm_layers import fp8_kernel
 from vllm_started import BLOCK_FP8, apart, close, quantised_as_on_cuda, started
 
 from layerfuse.adapters.linear_quant import quantiser_of
+from layerfuse.engines.loading import NotFusedError
 from layerfuse.engines.native import NotNativeError
 from layerfuse.engines.vllm import inside, loading
 from layerfuse.engines.vllm.readers import PRODUCT
@@ -161,7 +162,7 @@ def test_a_plan_says_whose_code_keeps_a_quantisation_inside(tmp_path: Path) -> N
     with (
         as_installed(),
         mock.patch.object(inside, "native_function", side_effect=foreign),
-        pytest.raises(loading.NotFusedError, match=re.escape(f"nothing takes that out in vllm: {foreign}")),
+        pytest.raises(NotFusedError, match=re.escape(f"nothing takes that out in vllm: {foreign}")),
         started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=BLOCK_FP8),
     ):
         pass

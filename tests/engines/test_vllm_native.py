@@ -40,7 +40,7 @@ from vllm_started import ONE_LAYER, ROUNDING, TWO_LAYERS, apart, started
 
 from layerfuse.engines import trial, whose
 from layerfuse.engines.native import Look
-from layerfuse.engines.vllm import loading
+from layerfuse.engines.vllm import decode, loading
 from layerfuse.engines.vllm.config_probe import engine_for
 from layerfuse.engines.vllm.decode_facts import taking
 from layerfuse.engines.vllm.native import why_not_ops
@@ -616,7 +616,7 @@ def test_what_has_no_site_without_mla_decode_is_told_where_it_steps_aside(
     with (
         mock.patch.object(loading, "engine_for", lambda *given: attrs.evolve(engine_for(*given), refuses=why)),
         mock.patch.object(
-            loading, "taking", lambda plan: taking(attrs.evolve(plan, engine=attrs.evolve(plan.engine, refuses={})))
+            decode, "taking", lambda plan: taking(attrs.evolve(plan, engine=attrs.evolve(plan.engine, refuses={})))
         ),
         paged("deepseek-v3", tmp_path, layerfuse=options, profile=False, mode=mode, **SHORT) as engine,
     ):

@@ -33,6 +33,7 @@ from vllm_layers import RELEASE, fp8_kernel
 
 from layerfuse.cli.main import main
 from layerfuse.engines.host import enter
+from layerfuse.engines.loading import NotFusedError
 from layerfuse.engines.options import Options
 from layerfuse.engines.vllm import loading, native_fusions
 from layerfuse.engines.vllm.host import VLLM
@@ -235,7 +236,7 @@ def test_strict_stops_where_vllm_runs_the_code_of_transformers(
     (tmp_path / "config.json").write_text(json.dumps(config_of("SmolLM3ForCausalLM")))
     why = "vLLM has no code of its own for SmolLM3ForCausalLM: it can run transformers' alone, with linears of its own in it"
     with loaded(tmp_path, 1, False, None) as (model, config):
-        with pytest.raises(loading.NotFusedError, match=why):
+        with pytest.raises(NotFusedError, match=why):
             list(loading.compiled_modules_of(config, model, Options(fusions=NAMED, strict=True)))
         assert not list(loading.compiled_modules_of(config, model, Options(fusions=NAMED)))
     assert f"nothing is fused in TransformersForCausalLM: {why}" in caplog.text

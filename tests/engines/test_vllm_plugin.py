@@ -57,12 +57,12 @@ from layerfuse import registry
 from layerfuse.engines import process
 from layerfuse.engines.hooks import check_source
 from layerfuse.engines.host import Host
+from layerfuse.engines.loading import NotFusedError
 from layerfuse.engines.rank_report import CallsDifferError
 from layerfuse.engines.vllm import defaults, loading, plugin
 from layerfuse.engines.vllm.config_probe import why_not_compiled
 from layerfuse.engines.vllm.hooks import HOOKS
 from layerfuse.engines.vllm.host import VLLM
-from layerfuse.engines.vllm.loading import NotFusedError
 from layerfuse.engines.vllm.passes import FusionPass
 from layerfuse.engines.vllm.plugin import NotHereError
 from layerfuse.engines.vllm.releases import NEWEST, RELEASES

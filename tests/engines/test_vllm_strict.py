@@ -31,9 +31,10 @@ from vllm_host import import_model
 from vllm_started import Started, engine_config, in_engine, load, started
 
 from layerfuse import registry
+from layerfuse.engines.loading import NotFusedError
 from layerfuse.engines.options import Options
 from layerfuse.engines.vllm import plugin
-from layerfuse.engines.vllm.loading import NotFusedError, compiled_modules_of
+from layerfuse.engines.vllm.loading import compiled_modules_of
 from layerfuse.engines.vllm.plugin import NotHereError
 from layerfuse.fusion import FusionMissedError
 
