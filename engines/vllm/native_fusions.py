@@ -178,6 +178,8 @@ class Code:
     "Function, and where."
     architectures: frozenset[str] = frozenset()
     "Empty: every model."
+    drafts: frozenset[str] = frozenset()
+    "Classes of drafts for these whose own code does not, or calls what they share with them in another way."
     ranks: Literal["any", "one", "several"] = "any"
     "Only on one rank, or with several; one that holds its whole embedding (VLLM_REPLICATE_EMBED) counts as one."
     vendor: str | None = None
@@ -209,6 +211,7 @@ CODE = (
         fusions=quantised("rms_norm"),
         by="fused_embed_norm in the code of the model, for the first norm",
         architectures=_V32,
+        drafts=frozenset({"DeepseekV32MTP", "Dots3NoteMTP"}),
         ranks="one",
         kept=True,
     ),
@@ -242,6 +245,20 @@ CODE = (
     ),
     Code(
         fusions=("qk_norm_rope",),
+        by="fused_qk_rmsnorm_rope_gate in the code of the model, the gate with it",
+        architectures=frozenset({"AliceAIForCausalLM"}),
+        vendor="nvidia",
+        kept=True,
+    ),
+    Code(
+        fusions=("qk_norm_rope",),
+        by="qsa_prepare in the code of the model, the gate and the indexer's with it",
+        architectures=frozenset({"Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"}),
+        vendor="nvidia",
+        kept=True,
+    ),
+    Code(
+        fusions=("qk_norm_rope",),
         by="beam_qk_norm_rope in the code of the model",
         architectures=frozenset({"BeamForCausalLM"}),
         kept=True,
@@ -256,6 +273,7 @@ CODE = (
         fusions=("add_rms_norm", *quantised("add_rms_norm", "rms_norm")),
         by="attn_res in the code of the model",
         architectures=frozenset({"KimiK3ForConditionalGeneration"}),
+        drafts=frozenset({"KimiK3MTP"}),
         kept=True,
     ),
     *(
@@ -308,6 +326,7 @@ def by_code(architectures: Iterable[str], place: Place) -> dict[str, Code]:
         name: each
         for each in CODE
         if (not each.architectures or each.architectures & given)
+        and each.drafts.isdisjoint(given)
         and each.ranks in ("any", "several" if place.ranks > 1 else "one", *whole)
         and each.vendor in (None, place.vendor)
         for name in each.fusions

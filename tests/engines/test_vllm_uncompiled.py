@@ -7,6 +7,7 @@ by `make test-engines`; `UPDATE_DOCS=1` writes the page, and a new release shows
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import json
 import os
@@ -22,7 +23,7 @@ import pytest
 
 pytest.importorskip("vllm_layers")
 from vllm_layers import build_model, fp8_kernel  # isort: skip  (before vllm)
-from vllm_defaults import DEFAULTS, build_default, kernels  # isort: skip  (before vllm)
+from vllm_defaults import DEFAULTS, LIKE, build_default, build_like, kernels  # isort: skip  (before vllm)
 import by_hand
 import torch
 import vllm
@@ -32,6 +33,7 @@ from whole_models import norms_that_feed_nothing
 
 from layerfuse import registry
 from layerfuse.adapters import FinalNormSpec, GatedMLPSpec, GatedNormSpec, GQASpec, MLASpec, NormSpec, ResidualSpec
+from layerfuse.adapters.errors import SpecError
 from layerfuse.adapters.specs import Parallel
 from layerfuse.engines.compiled_module import CompiledModule
 from layerfuse.engines.standing import Standing
@@ -57,24 +59,34 @@ BUILT = {
     "KimiK3ForConditionalGeneration": "kimi-k3",
     "KimiLinearForCausalLM": "kimi-linear",
 }
-"""Those with an entry of models.toml -> the model of `MODELS`. Those of `DEFAULTS` are built too."""
-READ = [name for name in LISTED if name in BUILT or name in DEFAULTS]
+"""Those with an entry of models.toml -> the model of `MODELS`. Those of `DEFAULTS` and `LIKE` are built too."""
+NOT_DESCRIBED = {"Glm5NextMTPModel", "HYV4MTPModel"}
+"""Drafts whose decoder layers have no hyper-connections, unlike their models': no spec says both of one class."""
+READ = [name for name in LISTED if name in {*BUILT, *DEFAULTS, *LIKE} - NOT_DESCRIBED]
 BY_THEMSELVES = {"BeamForCausalLM", "DeepseekV4ForCausalLM", "InklingForCausalLM", "MuseSpark1xForCausalLM"}
 """Of these the kernels of the model's do all that a fusion could."""
 
 pytestmark = pytest.mark.skipif(not LISTED, reason="this vLLM names no architecture that it does not compile")
 
 
+@functools.cache
 def standing_in(architecture: str) -> Standing:
     """The ops of every seam, put into a model."""
     with fp8_kernel("triton:TritonFp8BlockScaledMMKernel"):
         if architecture in BUILT:
             model = build_model(BUILT[architecture], quantization_config=BLOCK)
+        elif architecture in LIKE:
+            model = build_like(architecture, quant=BLOCK)
         else:
             model, _ = build_default(architecture, quant=BLOCK)
+    like, published = LIKE.get(architecture), {model: name for name, model in BUILT.items()}
+    # A draft is loaded with the config of the model that it drafts for.
+    names = (
+        [published.get(like.of, like.of), type(model).__name__] if like is not None and like.draft else [architecture]
+    )
     engine = uncompiled(
         "vLLM does not compile this model",
-        [architecture],
+        names,
         Place(vendor="nvidia", arch="sm90"),
         [seam.fusion for seam in SEAMS],
     )
@@ -117,7 +129,11 @@ def _why(planned: Plan, site: str) -> str:
 
 
 def unread(architecture: str, trees: list[ast.Module]) -> str:
-    """What is known of an architecture that was not built."""
+    """What is known of an architecture that was not built, or not read."""
+    if architecture in NOT_DESCRIBED:
+        with pytest.raises(SpecError) as caught:
+            registry.specs_in(build_like(architecture))
+        return f"not read: {str(caught.value).rpartition(') ')[2].removeprefix('(ResidualSpec): ')}"
     alike = next((name for name in READ if FILES.get(name) == FILES[architecture]), None)
     layers = {
         node.name: {each.id for each in node.bases if isinstance(each, ast.Name)}
@@ -139,10 +155,16 @@ def page() -> str:
         trees = [tree for _, tree in by_hand.sources(VLLM, FILES[architecture])] if architecture in FILES else []
         hand = ", ".join(f"`{name}`" for name in by_hand.by_hand(trees)) or "-"
         if architecture in READ:
-            placed += [f"| `{architecture}` | {row} |" for row in rows_of(architecture)]
-        why = "in the table above" if architecture in READ else unread(architecture, trees)
+            rows, like = [*rows_of(architecture)], LIKE.get(architecture)
+            same = like is not None and not like.draft and rows == [*rows_of(like.of)]
+            placed += [] if same else [f"| `{architecture}` | {row} |" for row in rows]
+            why = f"has the sites of `{like.of}`" if like is not None and same else "in the table above"
+            for _, strange in registry.unknown_in(standing_in(architecture).model):
+                why += f"; no adapter reads its `{strange.partition(' ')[0].rpartition(':')[2]}`"
+        else:
+            why = unread(architecture, trees)
         others.append(f"| `{architecture}` | {why} | {hand} |")
-    rows, names = "\n".join(placed), "\n".join(others)
+    table, names = "\n".join(placed), "\n".join(others)
     return f"""# Models that vLLM does not compile
 
 vLLM {RELEASE} runs {len(LISTED)} architectures in breakable CUDA graphs on NVIDIA's GPUs by default, and compiles none of them. Fused ops that are asked for by
@@ -152,7 +174,7 @@ a fusion, what stands there, and the reason for all others. `make test-engines` 
 
 | architecture | site | sites | expected | stands there | why not |
 |---|---|---|---|---|---|
-{rows}
+{table}
 
 What the code of all of them fuses by hand are the functions that it calls. `python tests/engines/by_hand.py SITE-PACKAGES/vllm` shows for a
 new release which of them are called no longer or as well, and which `forward` or such a function is other code:
@@ -183,7 +205,8 @@ def test_what_the_plan_expects_stands(architecture: str) -> None:
     register()
     standing = standing_in(architecture)
     expected = {decision.site for decision in standing.compiled.plan.expected()}
-    assert bool(expected) == (architecture not in BY_THEMSELVES)
+    of = LIKE[architecture].of if architecture in LIKE else architecture
+    assert bool(expected) == (of not in BY_THEMSELVES), (architecture, expected)
     assert expected == set(standing.stands), "a site without an op, and without a fallback"
     assert not standing.missed
 
@@ -289,7 +312,9 @@ def test_what_is_said_of_the_code_of_a_model_is_called_there() -> None:
             for _, tree in by_hand.sources(VLLM, FILES[architecture]):
                 called |= by_hand.calls(tree)
                 for node in ast.walk(tree):
-                    if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm.models."):
+                    if isinstance(node, ast.ImportFrom) and str(node.module).startswith(
+                        ("vllm.models.", "vllm.model_executor.models.")
+                    ):
                         for _, other in by_hand.sources(VLLM, str(node.module)):
                             called |= by_hand.calls(other)
             assert names and names <= called, (architecture, row.by)

@@ -21,11 +21,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import nn
 
-from vllm_host import config_on_cpu, import_model, vllm_parallel, without_gpu  # isort: skip  (before vllm)
-from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm_host import config_on_cpu, import_model, published_config, vllm_parallel, without_gpu  # isort: skip  (before vllm)
+from vllm.config import CompilationMode, SpeculativeConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import ModelRegistry
@@ -125,6 +125,79 @@ DEFAULTS: Mapping[str, Recipe] = {
 """By the architecture."""
 
 
+@frozen
+class Like:
+    """A model whose text has the config of another: one that sees or hears too, or a draft for that one."""
+
+    of: str
+    "The architecture of the other, in `DEFAULTS`, or the folder of its published config."
+    model_class: str
+    whole: str = ""
+    "`model_type` of the config around the text's; empty: it has that one config, or is a draft."
+    around: Mapping[str, Any] | str = {}
+    "Further keys of that config; or `module:Class` of its default one."
+    text: Mapping[str, Any] = {}
+    "Further keys of the text's."
+    kernels: Mapping[str, str] = {}
+    "As of a recipe."
+    draft: bool = False
+
+
+_TOWER = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64, "patch_size": 14, "image_size": 224,
+}  # fmt: skip
+LIKE: Mapping[str, Like] = {
+    "DeepSeekV4MTPModel": Like("DeepseekV4ForCausalLM", f"{_MODELS}.deepseek_v4.nvidia.mtp:DeepSeekV4MTP", draft=True),
+    "DeepseekV32MTPModel": Like("deepseek-v3.2", f"{_MODELS}.deepseek_v32.nvidia.mtp:DeepseekV32MTP", draft=True),
+    "DeepseekV4ForConditionalGeneration": Like(
+        "DeepseekV4ForCausalLM",
+        f"{_MODELS}.deepseek_v4.common.vl_model:DeepseekV4ForConditionalGeneration",
+        text={"vision_n_layers": 0},
+    ),
+    "Dots3NoteMTPModel": Like("Dots3NoteForCausalLM", f"{_MODELS}.dots3_note.nvidia.mtp:Dots3NoteMTP", draft=True),
+    "Glm5NextForConditionalGeneration": Like(
+        "Glm5NextForCausalLM", f"{_MODELS}.glm5next.common.model:Glm5NextForConditionalGeneration", "glm5_next"
+    ),
+    "Glm5NextMTPModel": Like("Glm5NextForCausalLM", f"{_MODELS}.glm5next.common.mtp:Glm5NextMTP", draft=True),
+    "HYV4MTPModel": Like("HYV4ForCausalLM", f"{_MODELS}.hy_v4.nvidia.mtp:HYV4MTP", draft=True),
+    "InklingForConditionalGeneration": Like(
+        "InklingForCausalLM", f"{_MODELS}.inkling.nvidia.model:InklingForConditionalGeneration", "inkling_mm_model"
+    ),
+    "KimiK3MTPModel": Like("kimi-k3", f"{_MODELS}.kimi_k3.nvidia.mtp:KimiK3MTP", draft=True),
+    "MiniMaxM3SparseForConditionalGeneration": Like(
+        "MiniMaxM3SparseForCausalLM",
+        f"{_MODELS}.minimax_m3.nvidia.model:MiniMaxM3SparseForConditionalGeneration",
+        around={"vision_config": _TOWER},
+        kernels={f"{_MODELS}.minimax_m3.nvidia.model": "MiniMaxVLVisionModel"},
+    ),
+    "MuseSparkForConditionalGeneration": Like(
+        "MuseSpark1xForCausalLM",
+        f"{_MODELS}.muse_spark.nvidia.multimodal:MuseSparkForConditionalGeneration",
+        "muse_spark",
+        around="transformers:MuseSparkConfig",
+    ),
+    "Qwen4ExpForConditionalGeneration": Like(
+        "Qwen4ExpForCausalLM", f"{_MODELS}.qwen4_exp.nvidia.model:Qwen4ExpForConditionalGeneration", "qwen4_exp"
+    ),
+    "Qwen4ExpMTP": Like("Qwen4ExpForCausalLM", f"{_MODELS}.qwen4_exp.nvidia.mtp:Qwen4ExpMTP", draft=True),
+    "Step5ForConditionalGeneration": Like(
+        "Step5ForCausalLM", f"{_MODELS}.step5.nvidia.vl:Step5ForConditionalGeneration", "step5_vl",
+        text={"architectures": ["Step5ForCausalLM"]},
+    ),
+}  # fmt: skip
+"""By the architecture: what is built besides `DEFAULTS`."""
+
+
+class Speculative(SpeculativeConfig):
+    """Of vLLM's config for speculation what is asked for while a draft is built; the rest is None."""
+
+    def __init__(self, **said: Any) -> None:
+        vars(self).update(said)
+
+    def __getattr__(self, _: str) -> None:
+        return None
+
+
 class _StandIn(ModuleType):
     """A module with whatever is asked of it."""
 
@@ -203,14 +276,45 @@ def on(recipe: Recipe) -> Iterator[None]:
         yield
 
 
+def _config(architecture: str) -> dict[str, Any]:
+    """The default config of a model of `DEFAULTS`, or a published one."""
+    if architecture not in DEFAULTS:
+        return published_config(architecture)
+    recipe = DEFAULTS[architecture]
+    return {**_default(recipe.config), **recipe.more, "architectures": [architecture]}
+
+
+def _default(config: str) -> dict[str, Any]:
+    """What the default config of a class says, `module:Class`."""
+    module, _, name = config.partition(":")
+    return json.loads(getattr(importlib.import_module(module), name)().to_json_string(use_diff=False))
+
+
 def write_config(architecture: str, folder: Path, quant: Mapping[str, Any] | None = None, **more: Any) -> None:
     """Write the config.json of a model of `DEFAULTS`, with further keys."""
-    recipe = DEFAULTS[architecture]
-    module, _, name = recipe.config.partition(":")
-    said = json.loads(getattr(importlib.import_module(module), name)().to_json_string(use_diff=False))
-    whole = {**said, **recipe.more, **more, "architectures": [architecture]}
-    whole |= {} if quant is None else recipe.quantised(quant, whole.get("num_hidden_layers", 0))
+    whole = {**_config(architecture), **more}
+    whole |= {} if quant is None else DEFAULTS[architecture].quantised(quant, whole.get("num_hidden_layers", 0))
     (folder / "config.json").write_text(json.dumps(whole))
+
+
+def build_like(architecture: str, *, quant: Mapping[str, Any] | None = None) -> nn.Module:
+    """Build a model of `LIKE`, quantised where vLLM takes that."""
+    like = LIKE[architecture]
+    recipe = DEFAULTS.get(like.of, Recipe("", ""))
+    text = {**_config(like.of), **like.text}
+    around = _default(like.around) | {"text_config": text} if isinstance(like.around, str) else like.around
+    whole = (
+        {"architectures": [architecture], "model_type": like.whole, "text_config": text, "dtype": "bfloat16"}
+        if like.whole
+        else text
+    )
+    whole |= {} if quant is None else recipe.quantised(quant, text.get("num_hidden_layers", 0))
+    whole |= {"num_nextn_predict_layers": 1} if like.draft else {**around, "architectures": [architecture]}
+    recipe = evolve(recipe, model_class=like.model_class, kernels={**recipe.kernels, **like.kernels})
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(whole))
+        name = whole["architectures"][0]
+        return build_in(folder, name, recipe, draft=like.draft)[0]
 
 
 def build_default(
@@ -225,13 +329,16 @@ def build_default(
         return build_in(folder, architecture, DEFAULTS[architecture], tp=tp, rank=rank)
 
 
-def build_in(folder: str, architecture: str, recipe: Recipe, *, tp: int = 1, rank: int = 0) -> tuple[nn.Module, Any]:
-    """Build the model whose config lies in a folder as one of several ranks: the model, and its text config."""
+def build_in(
+    folder: str, architecture: str, recipe: Recipe, *, tp: int = 1, rank: int = 0, draft: bool = False
+) -> tuple[nn.Module, Any]:
+    """Build the model whose config lies in a folder as one of several ranks, or a draft for it: the model, and its text config."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_gpu())
         stack.enter_context(kernels())
         model_class = import_model(recipe.model_class)
-        ModelRegistry.register_model(architecture, model_class)
+        if not draft:
+            ModelRegistry.register_model(architecture, model_class)
         stack.enter_context(mock.patch.object(VllmConfig, "use_v2_model_runner", True))
         config = config_on_cpu(
             folder,
@@ -242,6 +349,13 @@ def build_in(folder: str, architecture: str, recipe: Recipe, *, tp: int = 1, ran
             compilation={"mode": CompilationMode.NONE},
         )
         config.kernel_config.enable_jit_warmup = False
+        if draft:
+            SpeculativeConfig.hf_config_override(config.model_config.hf_config)
+            speculative = Speculative(
+                draft_model_config=config.model_config, draft_parallel_config=config.parallel_config,
+                num_speculative_tokens=1, method="mtp",
+            )  # fmt: skip
+            stack.enter_context(mock.patch.dict(vars(config), speculative_config=speculative))
         stack.enter_context(set_current_vllm_config(config))
         stack.enter_context(vllm_parallel(tp, rank))
         stack.enter_context(

@@ -60,7 +60,7 @@ models._run_in_subprocess = lambda inspect: inspect()
 # Layers ask for ops that no CPU build has, to keep them, and passes to look for them in graphs; none is called.
 _C = torch.library.Library("_C", "FRAGMENT")
 _ASKED = re.findall(r"torch\.ops\._C\.(\w+)", Path(fix_functionalization.__file__).read_text())
-for _name in {*_ASKED, "gelu_new", "rotary_embedding", "silu_and_mul", "static_scaled_fp8_quant"}:
+for _name in {*_ASKED, "gelu_new", "gelu_quick", "rotary_embedding", "silu_and_mul", "static_scaled_fp8_quant"}:
     with contextlib.suppress(RuntimeError):  # declared already
         _C.define(f"{_name}(Tensor(a!) x) -> ()")
 
