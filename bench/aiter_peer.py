@@ -200,7 +200,7 @@ _OFFERS: dict[str, tuple[str, _Make, dict[str, Any]]] = {
     "silu_mul_group_quant": ("act_mul_and_fp8_group_quant", _silu_group, {}),
     "silu_mul_static_quant": ("fused_silu_mul_fp8_per_tensor_static_quant", _silu_static, {}),
     "rms_norm_mxfp8_quant": ("fused_rms_mxfp8_quant", _mxfp8, {}),
-    "add_rms_norm_per_token_quant": ("rmsnorm2d_fwd_with_add_dynamicquant", _add_per_token, {"rounds_between": True}),
+    "add_rms_norm_per_token_quant": ("rmsnorm2d_fwd_with_add_dynamicquant", _add_per_token, {}),
     "rms_norm_per_token_quant": ("rmsnorm2d_fwd_with_dynamicquant", _per_token, {}),
     "rms_norm_per_token_quant_with_norm": (f"rmsnorm2d_fwd_with_dynamicquant{_KEPT}", _per_token, {}),
 }  # fmt: skip
@@ -228,7 +228,6 @@ def aiter_peer(setting: Setting) -> Peer:
         about="AITER's Triton ops" if offer is None else offer.about,
         why_not=functools.partial(_why_not, offers),
         build=lambda work, _: offers[setting.case.op].calls(work),
-        rounds_between=offer is not None and offer.rounds_between,
         version=lambda setting: aiter_checkout.version(setting.aiter),
     )
 

@@ -2,7 +2,7 @@
 
 What is right is the form's chain in float64. A norm may err by its roundings, a turned one by those of its pair, a sum by one, and padding not at all. A
 quantised value may err by half a step of its format at its size, a scale by float32's rounding, and an exponent of the MX
-formats not at all; a peer that quantises the rounded norm is held to that norm's rounding on top, as all are where they give that norm too. A sum over ranks may err as
+formats not at all; what is quantised is rounded before, and that may err too. A sum over ranks may err as
 float32's additions do, and where it is rounded before the residual is added, by that rounding too (`sums`).
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..fusion.closeness import FLOAT32, NORM_UNITS, SCALE_UNITS
 from ..fusion.declare import Like, Padded
 from ..fusion.ops.quantisation import scale_strides
-from ..fusion.steps import Add, Quant, main_step
+from ..fusion.steps import Add, Quant
 from .arithmetic import EXACT, LARGEST, SMALLEST_AMAX, compose
 from .cases import MX_COLUMNS, step_of
 from .inputs import DTYPES, FP8_DTYPES, Work
@@ -68,9 +68,7 @@ class Slack:
     norm: Tensor
 
 
-def check(
-    work: Work, right: tuple[Tensor, ...], results: tuple[Tensor, ...], rounds_between: bool, more: Slack | None = None
-) -> Verdict:
+def check(work: Work, right: tuple[Tensor, ...], results: tuple[Tensor, ...], more: Slack | None = None) -> Verdict:
     """Hold the results of one set to what they should be."""
     problem = _shapes(work, results)
     if problem:
@@ -92,11 +90,7 @@ def check(
     if quant is not None:
         given = {result.name: place for place, result in enumerate(form.op.results)}
         exact, found = right[given[quant.out]], [results[given[name]] for name in quant.outs]
-        main = main_step(form.chain)
-        keeps = main is not None and main.is_kept
-        quant_error, problem = _quantised(
-            work, quant, exact, found, rounds_between or keeps, None if more is None else more.norm
-        )
+        quant_error, problem = _quantised(work, quant, exact, found, None if more is None else more.norm)
         problems.append(problem)
     message = next(filter(None, problems), "")
     return Verdict(ok=not message, error=error, quant_error=quant_error, message=message)
@@ -157,13 +151,10 @@ def _norm_error(got: Tensor, right: Tensor, slack: Tensor | None, turned: int | 
     return max(float(error), 0.0) if error == error else float(error)
 
 
-def _quantised(
-    work: Work, quant: Quant, right: Tensor, found: list[Tensor], rounds_between: bool, more: Tensor | None
-) -> tuple[float, str]:
+def _quantised(work: Work, quant: Quant, right: Tensor, found: list[Tensor], more: Tensor | None) -> tuple[float, str]:
     """(largest error in half steps, what is wrong or empty). `found`: the values, and what scales them if it is a result."""
     case = work.case
-    rounding = NORM_UNITS[work.dtype] * torch.finfo(work.dtype).eps if rounds_between else 0.0
-    slack = SCALE_UNITS * FLOAT32 + rounding
+    slack = SCALE_UNITS * FLOAT32 + NORM_UNITS[work.dtype] * torch.finfo(work.dtype).eps
     width = right.shape[-1]
     step = _FORMATS["e2m1" if quant.per == "mxfp4" else case.fp8 or ""]
     got = _e2m1(found[0]) if quant.per == "mxfp4" else found[0].float().double()  # float8 has no arithmetic of its own
@@ -191,7 +182,7 @@ def _quantised(
         scale = per_group.repeat_interleave(size, dim=-1)[:, :width]
     # In units of the scale. Below the normal numbers of float16 a rounding errs by a step of fixed size.
     exact = (right / scale).clamp_(-step.largest, step.largest)
-    subnormal = torch.finfo(work.dtype).smallest_normal * torch.finfo(work.dtype).eps if rounds_between else 0.0
+    subnormal = torch.finfo(work.dtype).smallest_normal * torch.finfo(work.dtype).eps
     beyond = subnormal / scale if more is None else (more + subnormal) / scale
     magnitude = exact.abs().mul_(1 + slack)
     highest = magnitude if more is None else magnitude + more / scale

@@ -93,7 +93,7 @@ def flashinfer_reduced_peer(setting: Setting, one_shot: bool | None = None) -> P
     offers = {
         f"all_reduce_add_rms_norm{form}": Offer(
             about=f"FlashInfer's allreduce_fusion of TensorRT-LLM's kernels with PDL, in {shots}",
-            make=functools.partial(_make, pattern, one_shot), rounds_between="Quant" in pattern, takes=frozenset({"offset"}),
+            make=functools.partial(_make, pattern, one_shot), takes=frozenset({"offset"}),
             refuses=_refuses,
         )
         for form, pattern in PATTERNS.items()

@@ -235,5 +235,4 @@ def _attendance(
         present=why_not is None,
         why_not=why_not,
         version=peer.version(setting) if why_not is None else None,
-        rounds_between=peer.rounds_between,
     )

@@ -46,8 +46,6 @@ class Peer:
     "Why it cannot run, or None where it can."
     build: Callable[[Work, Setting], Sequence[Call]]
     "One call per set of `work.sets`, in their order: the results of the op's schema, in its order, always as a tuple."
-    rounds_between: bool = False
-    "Whether it quantises the rounded norm, which an unfused chain does: its results are then held to that."
     is_copy: bool = False
     slow: bool = False
     "Whether it takes minutes to prepare: left out on a CPU and of a quick run, unless asked for by name."

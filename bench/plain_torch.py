@@ -33,7 +33,6 @@ EAGER_TORCH = Peer(
     "quantises",
     why_not=_here,
     build=_eager_calls,
-    rounds_between=True,
 )
 
 

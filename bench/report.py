@@ -151,9 +151,6 @@ def remarks(result: Result) -> Iterator[str]:
             if one.verdict != "ok":
                 yield f"{one.peer} {one.verdict} at {row.tokens} tokens: {one.message}"
     yield from _said_of_right_ones(result)
-    for peer in result.peers:
-        if peer.present and peer.rounds_between and result.case.quant is not None:
-            yield f"{peer.name} quantises the rounded norm, as an unfused chain does, and is checked as such"
     small = [row.tokens for row in result.rows if row.caches is not None and row.caches < 1]
     if small:
         yield f"all sets together fit the last-level cache at {', '.join(map(str, small))} tokens"

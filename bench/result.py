@@ -77,7 +77,8 @@ class Attendance:
     present: bool
     why_not: str | None
     version: str | None
-    rounds_between: bool
+    rounds_between: bool = False
+    "Of older results: whether it alone was held to the rounding of what is quantised, as all are now."
 
 
 @frozen(kw_only=True)

@@ -131,7 +131,7 @@ def _verdict(
     if peer.check is not None:
         return peer.check(work, index, results)
     for sense, slack in senses.items():
-        verdict = check.check(work, right, results, peer.rounds_between, slack)
+        verdict = check.check(work, right, results, slack)
         if verdict.ok:
             verdict = attrs.evolve(verdict, message=sense or verdict.message)
             break

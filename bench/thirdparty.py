@@ -32,8 +32,6 @@ class Offer:
     "Whether it writes over its rows."
     rows: Callable[[Work, tuple[Tensor, ...]], Sequence[Tensor]] = lambda _, rows: rows
     "From the op's rows to those that its function takes."
-    rounds_between: bool = False
-    "Whether it quantises the rounded norm."
     takes: frozenset[str] = frozenset()
     "Of `_SPECIAL`, what it can do."
     refuses: Callable[[Case], str | None] = lambda _: None
@@ -96,7 +94,6 @@ def peer_of(third: ThirdParty, setting: Setting) -> Peer:
         about=third.package if offer is None else offer.about,
         why_not=functools.partial(_why_not, third),
         build=lambda work, _: third.offers[setting.case.op].calls(work),
-        rounds_between=offer is not None and offer.rounds_between,
         version=lambda _: version_of(third.package),
     )
 
@@ -196,11 +193,10 @@ THIRD_PARTIES = (
                 about=f"FlashInfer's fused_add_rmsnorm, {IN_PLACE}", make=_flashinfer_add, in_place=True
             ),
             "rms_norm_static_quant": Offer(
-                about="FlashInfer's rmsnorm_quant", make=_flashinfer_static, rounds_between=True
+                about="FlashInfer's rmsnorm_quant", make=_flashinfer_static
             ),
             "add_rms_norm_static_quant": Offer(
                 about=f"FlashInfer's fused_add_rmsnorm_quant, {IN_PLACE}", make=_flashinfer_static, in_place=True,
-                rounds_between=True,
             ),
         },
     ),

@@ -137,7 +137,7 @@ def _whole_groups(case: Case) -> str | None:
 
 
 def _offer(called: str, make: Callable[[Work], Function], **more: Any) -> Offer:
-    return Offer(about=f"vLLM's _C.{called}", make=make, rounds_between=True, **more)
+    return Offer(about=f"vLLM's _C.{called}", make=make, **more)
 
 
 _TURNED = frozenset({"column_major", "tma_aligned"})

@@ -54,26 +54,22 @@ class Apart:
         return f"{result} is up to {self.largest:.2g} away from the reference{where}"
 
 
-def compare(
-    op: Op, given: tuple[Any, ...], got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], *, rounds_between: bool = False
-) -> Iterator[Apart]:
+def compare(op: Op, given: tuple[Any, ...], got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> Iterator[Apart]:
     """Hold the results of a call, and behind them what it has written to, to those of the reference.
+
+    What is quantised was rounded to the dtype of the rows before, by which two kernels may differ; some of AITER's round behind it.
 
     Args:
         op: the declaration.
         given: the call's arguments, all by position.
         got: the op's results in their order, then the arguments that it writes to.
         wanted: the same of the reference, of the same shapes and dtypes.
-        rounds_between: whether the kernel quantises what it has rounded to the dtype of the rows, as some of AITER's do, and all
-            that give it beside.
     """
     named = dict(zip((each.name for each in op.args), given, strict=True))
     made: tuple[Result | Argument, ...] = (*op.results, *op.mutated)
     ours, theirs = ({each.name: of for each, of in zip(made, several, strict=True)} for several in (got, wanted))
     dtype = given[0].dtype
-    rounds_between = rounds_between or any(step.is_kept for step in op.chain or ())
-    rounding = NORM_UNITS.get(dtype, 0.0) * torch.finfo(dtype).eps if rounds_between else 0.0
-    slack = SCALE_UNITS * FLOAT32 + rounding
+    slack = SCALE_UNITS * FLOAT32 + NORM_UNITS.get(dtype, 0.0) * torch.finfo(dtype).eps
     scaling = next((each for each in op.results if isinstance(each, Scales | Exponents)), None)
     powers = isinstance(scaling, Exponents) or any(
         isinstance(each, Flag) and each.name == "use_ue8m0" and named[each.name] for each in op.args

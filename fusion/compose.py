@@ -44,7 +44,7 @@ def op_of(name: str, chain: Sequence[Step]) -> Op:
         raise FusionError(
             f"{name}: a chain needs a step between sources and sinks, such as a Norm, to be composed to an op"
         )
-    of = next(argument.name for argument in main.arguments() if isinstance(argument, Rows))
+    of = _rows_of(main)
     rows = [argument for argument in arguments.values() if isinstance(argument, Rows)]
     # Several norms share the leading dimensions of the first.
     for each in rows[1:]:
@@ -67,6 +67,10 @@ def is_inner(step: Step, chain: Sequence[Step]) -> bool:
     if any(step.out in each.takes for each in chain if each is not step and each.stage == MIDDLE):
         return True
     return step is main_step(chain) and not step.is_kept and any(each.stage == SINKS for each in chain)
+
+
+def _rows_of(main: Step) -> str:
+    return next(argument.name for argument in main.arguments() if isinstance(argument, Rows))
 
 
 def _rank(argument: Argument) -> int:
@@ -95,17 +99,22 @@ def _sentence(chain: Sequence[Step], main: Step) -> str:
 
 
 def lines(chain: Sequence[Step], results: Sequence[Result]) -> Iterator[str]:
-    """The chain as Python statements over the functions of `ops.arithmetic.REFERENCE`, and those of its steps."""
+    """The chain as Python statements over the functions of `ops.arithmetic.REFERENCE`, and those of its steps.
+
+    What a sink takes is what the chain without it would give, rounded to the dtype of the rows.
+    """
     main = main_step(chain)
     if main is None:
         raise FusionError("the chain has nothing between its sources and its sinks")
     source = _source(chain, main)
-    stored = {each.name: f"_store(made_{each.name}, {each.of})" for each in results if isinstance(each, Like | Padded)}
     for step in chain:
         yield from step.source(source)
-        if step is main and step.is_kept:  # what a sink takes is what the op gives
-            yield f"made_{step.out} = {stored[step.out]}"
-    given = [stored.get(each.name, f"made_{each.name}") for each in results]
+        if step is main and any(each.stage == SINKS for each in chain):
+            yield f"made_{step.out} = _store(made_{step.out}, {_rows_of(main)})"
+    given = [
+        f"_store(made_{each.name}, {each.of})" if isinstance(each, Like | Padded) else f"made_{each.name}"
+        for each in results
+    ]
     yield f"return {given[0]}" if len(given) == 1 else f"return ({', '.join(given)})"
 
 

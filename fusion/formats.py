@@ -29,7 +29,7 @@ class Format:
     "Whether it is one of OCP's MX formats, whose scales are exponents of 32 columns each."
 
 
-_VALUES = Quantised(name="", of="", doc="in fp8: of what is not rounded yet, or of what is given beside.")
+_VALUES = Quantised(name="", of="", doc="in fp8, of what the op without the quantisation gives.")
 _PACKED = Packed(name="", of="", doc="two fp4 values per byte.")
 _EXPONENTS = Exponents(name="", of="", doc="exponents plus 127, one per 32 columns.")
 _PER_TOKEN = Scales(name="", of="", doc="the float32 scales, (..., 1).")

@@ -73,7 +73,7 @@ _LATENTS = (
     Cache(
         name="cache",
         parts=("kv", "k_rope"),
-        doc="written to: (slots, entry) or (pages, page size, entry), see `ops.cache_layout`.",
+        doc="written to: (slots, entry) or (pages, page size, entry), see `ops.cache_layout`; fp8 is of what a plain cache would hold.",
     ),
     StaticScale(
         name="cache_scale",
@@ -142,7 +142,8 @@ def _query_concat(name: str, said: str, quantised: bool) -> Op:
                 name="query",
                 of="q_latent",
                 beside="q_rope",
-                doc="(tokens, heads, both widths)" + (", in fp8, quantised before any rounding." if quantised else "."),
+                doc="(tokens, heads, both widths)"
+                + (", in fp8, of what the op without the quantisation gives." if quantised else "."),
             ),
         ),
         reference=_later("query_concat_static" if quantised else "query_concat"),

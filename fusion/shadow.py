@@ -215,7 +215,7 @@ class Shadow:
                         (*_several(results), *(arguments[place] for place in written))
                         for results, arguments in ((result, given), (op.reference(*before), before))
                     )
-                    apart = list(compare(op, given, got, wanted, rounds_between=backend.rounds_between))
+                    apart = list(compare(op, given, got, wanted))
             except (
                 Exception
             ) as error:  # another package's reference, or no memory for it: the model's call is none the worse

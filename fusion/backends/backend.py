@@ -40,8 +40,6 @@ class Backend:
 
     only_by_name: ClassVar[frozenset[str]] = frozenset()
     "Device types where it is taken only when it is forced by name, because it is slow there."
-    rounds_between: ClassVar[bool] = False
-    "Whether some of its kernels quantise what they have rounded to the dtype of the rows."
     kernels: ClassVar[Mapping[str, Kernel]] = {}
     "By the names of ops: its kernels for ops that others declare. They come after the op's own, before its reference."
 

@@ -80,23 +80,13 @@ def silu_mul(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return F.silu(wide, inplace=wide is not gate).mul_(other)
 
 
-@frozen(eq=False)
-class _Padded:
-    """A value that is written beside its zeros when it is stored: it is then rounded, and half as wide."""
-
-    value: Tensor
-    width: int
+def _pad(value: Tensor, width: int) -> Tensor:
+    return F.pad(value, (0, width - value.shape[-1]))
 
 
-def _store(value: Tensor | _Sum | _Padded, rows: Tensor) -> Tensor:
+def _store(value: Tensor | _Sum, rows: Tensor) -> Tensor:
     if isinstance(value, _Sum):
         return value.stored.contiguous()
-    if isinstance(value, _Padded):
-        narrow = value.value
-        out = torch.empty((*narrow.shape[:-1], value.width), dtype=rows.dtype, device=rows.device)
-        out[..., : narrow.shape[-1]].copy_(narrow)
-        out[..., narrow.shape[-1] :].zero_()
-        return out
     return value.to(rows.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
@@ -112,7 +102,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "_quantise_static": quantise_static,
     "_quantise_mxfp8": quantise_mxfp8,
     "_quantise_mxfp4": quantise_mxfp4,
-    "_pad": _Padded,
+    "_pad": _pad,
     "_store": _store,
 }
 """As `compose.lines` names them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ..formats import Format
 from .cache_layout import layout_of
-from .norm import normalise_wide
+from .norm import normalise
 from .quantisation import quantise, quantise_static
 from .rope import slots_used, turn, write_entries
 
@@ -19,13 +18,13 @@ def norm_rope_cache(form: Format | None, args: tuple[Any, ...], options: tuple[A
     """`mla_norm_rope_cache`, all arguments by position, with the query latent quantised by further options or not."""
     q, kv, k_rope, q_weight, kv_weight, q_epsilon, kv_epsilon, cos, sin, positions, slots, cache, scale = args[:13]
     q_offset, kv_offset, pairs = args[13:]
-    normed = normalise_wide(q, q_weight, q_epsilon, q_offset)
-    latent = normalise_wide(kv, kv_weight, kv_epsilon, kv_offset).reshape(-1, kv.shape[-1])
+    normed = normalise(q, q_weight, q_epsilon, q_offset)
+    latent = normalise(kv, kv_weight, kv_epsilon, kv_offset).reshape(-1, kv.shape[-1])
     layout = layout_of(cache, kv.shape[-1], k_rope.shape[-1], kv.dtype)
     used = slots_used(slots, layout.slots)
-    rope = turn(k_rope.reshape(-1, k_rope.shape[-1]), cos, sin, positions, pairs, used)
+    rope = turn(k_rope.reshape(-1, k_rope.shape[-1]), cos, sin, positions, pairs, used).to(k_rope.dtype)
     write_entries(cache, latent, rope, slots, scale, kv.dtype)
-    return _given(normed, q, form, options)
+    return _given(normed, form, options)
 
 
 def norm_rope_cache_into(*args: Any) -> None:
@@ -34,9 +33,9 @@ def norm_rope_cache_into(*args: Any) -> None:
     q_out.copy_(norm_rope_cache(None, tuple(given)))
 
 
-def _given(normed: Tensor, q: Tensor, form: Format | None, options: tuple[Any, ...]) -> Any:
+def _given(normed: Tensor, form: Format | None, options: tuple[Any, ...]) -> Any:
     if form is None:
-        return normed.to(q.dtype).contiguous()
+        return normed
     if form.word == "static":
         return quantise_static(normed, *options)
     if form.word == "token":
@@ -46,25 +45,17 @@ def _given(normed: Tensor, q: Tensor, form: Format | None, options: tuple[Any, .
     return quantise(normed, dtype, group, column_major, ue8m0, aligned)
 
 
-def _beside(
-    q_latent: Tensor, q_rope: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str
-) -> Iterator[Tensor]:
-    yield q_latent
-    yield turn(q_rope.reshape(-1, *q_rope.shape[-2:]), cos, sin, positions, pairs).view(q_rope.shape)
-
-
 def query_concat(q_latent: Tensor, q_rope: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str) -> Tensor:
     """`mla_query_concat`."""
-    parts = _beside(q_latent, q_rope, cos, sin, positions, pairs)
-    return torch.cat([part.to(q_latent.dtype) for part in parts], -1)
+    turned = turn(q_rope.reshape(-1, *q_rope.shape[-2:]), cos, sin, positions, pairs).view(q_rope.shape)
+    return torch.cat([q_latent, turned.to(q_latent.dtype)], -1)
 
 
 def query_concat_static(
     q_latent: Tensor, q_rope: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, scale: Tensor, pairs: str, dtype: Any
 ) -> Tensor:
     """`mla_query_concat_static_quant`."""
-    parts = _beside(q_latent, q_rope, cos, sin, positions, pairs)
-    return quantise_static(torch.cat([part.float() for part in parts], -1), scale, dtype)
+    return quantise_static(query_concat(q_latent, q_rope, cos, sin, positions, pairs), scale, dtype)
 
 
 def absorbed(q_nope: Tensor, weight: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Quantisation of activations, written down once: what every backend computes for given values, and for broken ones.
 
-From float32 values `n` (a norm's result before any rounding, or as it is given beside), per row or per group of columns:
+From values `n`, in float32 what a chain without the quantisation gives, rounded to its dtype, per row or per group of columns:
 
 - `scale = max(amax |n|, 1e-10) / largest`, float32, where `largest` is 448 for e4m3fn and 240 for e4m3fnuz. A row of
   zeros gets the scale of 1e-10 and zeros.
@@ -120,7 +120,7 @@ def quantise(
 
 
 def quantise_static(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The reference of the static form: values (..., width), float32 or float64; scale: one float32 element."""
+    """The reference of the static form: values (..., width), of any dtype; scale: one float32 element."""
     largest = LARGEST[dtype]
     scaled = (values.float() * scale.reciprocal().reshape(())).clamp_(-largest, largest)
     return scaled.to(dtype).contiguous()

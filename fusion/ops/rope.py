@@ -6,7 +6,7 @@
 - A position outside the tables of cos and sin is an error here. Kernels, which cannot raise one, take cos and sin for NaN:
   they read nothing outside the tables and write nothing but the token's own entry and query.
 - cos and sin hold the rope's attention scaling already. Everything is computed in float32 and rounded once, when it is
-  stored; an fp8 entry is quantised from that, unrounded, as `quantisation` says.
+  stored; an fp8 entry is quantised from what a cache that is not quantised holds, as `quantisation` says.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def write_entries(
 
     Args:
         cache: see `cache_layout`.
-        latent: (tokens, width), normed and not yet rounded.
-        rope: (tokens, width), turned and not yet rounded.
+        latent: (tokens, width), normed.
+        rope: (tokens, width), turned.
         slots: (tokens,).
         scale: one float32 element: what an fp8 cache's values are divided by.
-        dtype: of the latent before it was normed.
+        dtype: of the latent.
     """
     layout = layout_of(cache, latent.shape[-1], rope.shape[-1], dtype)
     used = slots_used(slots, layout.slots)

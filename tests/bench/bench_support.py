@@ -76,6 +76,6 @@ ANOTHER = Fusion(
 )
 
 
-def peer_of(name, build, rounds_between=True):
+def peer_of(name, build):
     """A peer that is always here."""
-    return Peer(name=name, about="a test's", why_not=lambda _: None, build=build, rounds_between=rounds_between)
+    return Peer(name=name, about="a test's", why_not=lambda _: None, build=build)

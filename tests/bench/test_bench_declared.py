@@ -130,7 +130,7 @@ def test_what_compilers_are_given_is_right_by_itself(case, fusion):
         plain = arithmetic.fusable(work.case.form, given)
         results = plain(*(each for each in given if isinstance(each, torch.Tensor)))
         results = (results,) if isinstance(results, torch.Tensor) else results
-        verdict = check.check(work, check.expected(work, 0), results, rounds_between=False)
+        verdict = check.check(work, check.expected(work, 0), results)
         assert verdict.ok, verdict.message
 
 
@@ -153,7 +153,7 @@ def test_combined_kernels_are_asked_for_and_right(case, monkeypatch):
     work = inputs.make(case(widths=(256, 128, 16)), 5, torch.device("cpu"), sets=1)
     with torch.inference_mode():
         (call,) = plain_torch.COMBO_KERNELS.build(work, Setting(case=work.case, device="cpu"))
-        verdict = check.check(work, check.expected(work, 0), call(), rounds_between=False)
+        verdict = check.check(work, check.expected(work, 0), call())
     assert asked == [{"combo_kernels": True}]
     assert verdict.ok, verdict.message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,17 +12,18 @@ from torch import Tensor
 from layerfuse.bench.arithmetic import EXACT
 from layerfuse.fusion.catalog import FUSIONS
 from layerfuse.fusion.chain import Form
-from layerfuse.fusion.compose import written
+from layerfuse.fusion.compose import op_of, written
 from layerfuse.fusion.declare import (
     Exponents,
     Like,
+    Op,
     Packed,
     Padded,
     Quantised,
     Scales,
     WeightOffset,
 )
-from layerfuse.fusion.steps import main_step
+from layerfuse.fusion.steps import SINKS, main_step
 from layerfuse.testing.op_inputs import arguments_of
 
 GPU = torch.cuda.is_available()
@@ -71,9 +73,30 @@ def arguments(form: Form, leading: tuple[int, ...], width: int, options: Options
 
 
 def kernel_of(name: str) -> Any:
+    return made_by_kernel(FORMS[name].op)
+
+
+def made_by_kernel(op: Op) -> Callable[..., Any]:
     from layerfuse.fusion.backends.triton.family import function_of
 
-    return function_of(FORMS[name].op)
+    return function_of(op)
+
+
+def made_by_reference(op: Op) -> Callable[..., Any]:
+    return op.reference
+
+
+def plain(form: Form, given: list[Any], made_by: Callable[[Op], Callable[..., Any]]) -> Tensor:
+    """What the op without its quantisation gives of the same arguments: what is quantised, in the dtype of the rows."""
+    main = main_step(form.chain)
+    assert main is not None
+    op = op_of(f"{form.op.name}_left_plain", [step for step in form.chain if step.stage != SINKS])
+    with torch.no_grad():
+        results = made_by(op)(*given[: len(op.args)])
+    results = results if isinstance(results, tuple) else (results,)
+    found: Tensor = results[[result.name for result in op.results].index(main.out)]
+    assert found.dtype == given[0].dtype
+    return found
 
 
 def exact(form: Form, given: list[Any]) -> tuple[Tensor, ...]:
@@ -93,8 +116,18 @@ def units(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def problems(form: Form, given: list[Any], results: Any, interpreted: bool = False) -> list[str]:
-    """What is wrong with results, as sentences."""
+def problems(
+    form: Form,
+    given: list[Any],
+    results: Any,
+    interpreted: bool = False,
+    made_by: Callable[[Op], Callable[..., Any]] | None = None,
+) -> list[str]:
+    """What is wrong with results, as sentences.
+
+    made_by: what made them, for any op. What is quantised is held to what the op without the quantisation gives then; without it,
+    to what is exact, and a rounding of it, unless it is given beside.
+    """
     results = results if isinstance(results, tuple) else (results,)
     right = exact(form, given)
     found = []
@@ -113,14 +146,25 @@ def problems(form: Form, given: list[Any], results: Any, interpreted: bool = Fal
             if isinstance(result, Padded) and got[..., given[0].shape[-1] :].any():
                 found.append(f"{result.name} is not padded with zeros")
         elif isinstance(result, Quantised | Packed):
-            if main.is_kept:  # what is quantised is what is given
+            rounding = 0.0
+            if made_by is not None:
+                want = plain(form, given, made_by).double().reshape(want.shape)
+            elif main.is_kept:
                 want = by_name[main.out].double().reshape(want.shape)
-            found += _quantised(form, given, by_name, got, want, interpreted)
+            else:
+                rounding = 1.001 * torch.finfo(results[-1].dtype).eps
+            found += _quantised(form, given, by_name, got, want, interpreted, rounding)
     return found
 
 
 def _quantised(
-    form: Form, given: list[Any], results: dict[str, Tensor], got: Tensor, want: Tensor, interpreted: bool
+    form: Form,
+    given: list[Any],
+    results: dict[str, Tensor],
+    got: Tensor,
+    want: Tensor,
+    interpreted: bool,
+    rounding: float,
 ) -> list[str]:
     """Every value within half a step of its format at its scale, and every scale what it should be."""
     if not got.numel():
@@ -133,7 +177,9 @@ def _quantised(
         size, top = 32, 8 if Quantised in kinds else 2
         amax = want.abs().unflatten(-1, (-1, 32)).amax(-1)
         # The exponent of amax rounded at 1.75: either neighbour where rounding decides.
-        low, high = (torch.floor(torch.log2(amax * (8 / 7) * (1 + slack))) - top for slack in (-1e-6, 1e-6))
+        low, high = (
+            torch.floor(torch.log2(amax * (8 / 7) * (1 + slack))) - top for slack in (-1e-6 - rounding, 1e-6 + rounding)
+        )
         if not bool(((exponents == low) | (exponents == high)).all()):
             found.append("an exponent is wrong")
         scale = torch.exp2(exponents)
@@ -144,10 +190,12 @@ def _quantised(
         amax = torch.nn.functional.pad(want.abs(), (0, padding)).unflatten(-1, (-1, size)).amax(-1)
         ideal = amax.clamp(min=1e-10) / 448
         if options["use_ue8m0"]:
-            low, high = (torch.exp2(torch.ceil(torch.log2(ideal * (1 + slack)))) for slack in (-2e-6, 2e-6))
+            low, high = (
+                torch.exp2(torch.ceil(torch.log2(ideal * (1 + slack)))) for slack in (-2e-6 - rounding, 2e-6 + rounding)
+            )
             wrong = not bool(((scale == low) | (scale == high)).all())
         else:
-            wrong = float(((scale - ideal) / ideal).abs().max()) > 2e-6
+            wrong = float(((scale - ideal) / ideal).abs().max()) > 2e-6 + rounding
         if wrong:
             found.append("a scale is wrong")
     else:
@@ -156,16 +204,22 @@ def _quantised(
     values = unpacked(got) if got.dtype == torch.uint8 else got.float().double()
     magnitude = (want / spread).abs()
     if got.dtype == torch.uint8:
-        step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+        most = magnitude * (1 + rounding)
+        step = torch.where(most < 2, 0.5, torch.where(most < 4, 1.0, 2.0))
         largest = 6.0
     else:
-        step, largest = torch.exp2(torch.frexp(magnitude.clamp(min=2.0**-6)).exponent.double() - 4), 448.0
-    off = (values - (want / spread).clamp(-largest, largest)).abs() - magnitude * 4e-6 > step / 2 * (1 + 1e-6)
+        step, largest = (
+            torch.exp2(torch.frexp((magnitude * (1 + rounding)).clamp(min=2.0**-6)).exponent.double() - 4),
+            448.0,
+        )
+    off = (values - (want / spread).clamp(-largest, largest)).abs() - magnitude * (4e-6 + rounding) > step / 2 * (
+        1 + 1e-6
+    )
     if interpreted and got.dtype != torch.uint8:
         # Triton's interpreter drops the carry of a value that rounds up to a power of two, and flushes fp8's subnormals.
         steps = magnitude / step
-        carries = (steps > 15.5 * (1 - 1e-5)) | (steps < 8 * (1 + 1e-5))
-        off &= ~(carries | (magnitude < 2.0**-6 * (1 + 1e-5)))
+        carries = (steps > 15.5 * (1 - 1e-5 - rounding)) | (steps < 8 * (1 + 1e-5 + rounding))
+        off &= ~(carries | (magnitude < 2.0**-6 * (1 + 1e-5 + rounding)))
     if bool(off.any()):
         found.append(f"{float(off.double().mean()):.2%} of the values are off by more than half a step")
     return found

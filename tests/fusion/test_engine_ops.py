@@ -83,7 +83,7 @@ def test_quantisations_into_buffers(name: str, dynamic: bool) -> None:
     assert "auto_functionalized" not in traced.after[0] and "aten.empty" not in traced.after[0]
     values, scales, _ = traced.output
     assert scales.stride() == module(x, residual)[1].stride()
-    assert_quantised(values, scales, exact_norm(module, x, residual), rounding=1e-5)
+    assert_quantised(values, scales, exact_norm(module, x, residual), rounding=2**-8)
 
 
 class Static(Stream):
@@ -261,8 +261,7 @@ def test_and_what_follows_is_quantised(name: str, reads: str) -> None:
     traced = run(module, "group128", x, residual)
     assert form_of(traced) == "add_rms_norm_group_quant" + ("_with_norm" if reads == "both" else ""), str(traced.report)
     assert "auto_functionalized" not in traced.after[0]
-    rounding = 2**-8 if reads == "both" else 1e-5
-    assert_quantised(*traced.output[:2], exact_norm(module, x, residual), rounding=rounding)
+    assert_quantised(*traced.output[:2], exact_norm(module, x, residual), rounding=2**-8)
 
 
 def test_inputs_of_the_graph_are_still_written() -> None:
@@ -335,7 +334,7 @@ def test_a_norm_into_a_buffer() -> None:
     x, residual = rows()
     traced = run(module, "per_token", x, residual)
     assert form_of(traced) == "add_rms_norm_per_token_quant", str(traced.report)
-    assert_quantised(*traced.output[:2], exact_norm(module, x, residual), rounding=1e-5)
+    assert_quantised(*traced.output[:2], exact_norm(module, x, residual), rounding=2**-8)
 
 
 # ---- what the engine has fused already -------------------------------------------------------------------------------
@@ -377,7 +376,7 @@ def test_both_latents_are_one_launch_though_vllm_had_fused_one(quant: str, layou
     assert traced.fused == 1 and "auto_functionalized" not in traced.after[0]
     values, scales, keys, _ = traced.output
     normed = exact_query(module, x)
-    assert_quantised(values, scales, normed, rounding=1e-5)
+    assert_quantised(values, scales, normed, rounding=2**-8)
     assert scales.stride() == module(x)[1].stride()
     torch.testing.assert_close(keys, module(x)[2], rtol=2e-2, atol=2e-2)
 

@@ -54,7 +54,7 @@ def canonical(x: Tensor, scale: Tensor) -> Tensor:
     return torch.ops.layerfuse.quantise_static(x, scale, FP8)
 
 
-def assert_half_a_step(values: Tensor, scale: Tensor, normed: Tensor, rounding: float = 1e-5) -> None:
+def assert_half_a_step(values: Tensor, scale: Tensor, normed: Tensor, rounding: float = 2**-8) -> None:
     """Values within half a step of e4m3 of the norm over the scale, which is clamped to the format's range."""
     wanted = (normed / scale.double()).clamp(-MAX, MAX)
     error = (values.double() - wanted).abs()
@@ -117,7 +117,7 @@ def test_a_buffer_and_the_product_of_two_scales() -> None:
     x, residual = rows()
     traced = run(module, "static", x, residual)
     assert form_of(traced) == f"{STATIC}_with_norm"
-    assert_half_a_step(traced.output[0], module.scale * 3, exact_norm(module, x, residual), rounding=2**-8)
+    assert_half_a_step(traced.output[0], module.scale * 3, exact_norm(module, x, residual))
 
 
 def test_two_linears_with_scales_of_their_own() -> None:
@@ -139,8 +139,8 @@ def test_two_linears_with_scales_of_their_own() -> None:
     assert traced.after[0].count("rsqrt") == 0 and traced.after[0].count("float8_e4m3fn") >= 2
     one, other, again = traced.output
     normed = exact_norm(module, x, residual)
-    assert_half_a_step(one, module.scale, normed, rounding=2**-8)
-    assert_half_a_step(other, module.other, normed, rounding=2**-8)
+    assert_half_a_step(one, module.scale, normed)
+    assert_half_a_step(other, module.other, normed)
     assert torch.equal(one.float(), again.float())
 
 

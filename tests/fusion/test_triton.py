@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from family_support import DEVICE, E4M3, FORMS, GPU, Options, arguments, kernel_of, problems
+from family_support import DEVICE, E4M3, FORMS, GPU, Options, arguments, kernel_of, made_by_kernel, problems
 from helpers import in_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ def _triton() -> Iterator[None]:
 def check(name: str, rows: int, width: int, **options: object) -> None:
     form = FORMS[name]
     args = arguments(form, (rows,), width, Options(group_size=128, **options))
-    assert problems(form, args, kernel_of(name)(*args), interpreted=not GPU) == []
+    assert problems(form, args, kernel_of(name)(*args), interpreted=not GPU, made_by=made_by_kernel) == []
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_weights_stored_around_zero() -> None:
     """The offset is added in float32: in bfloat16, 1 + 2^-9 would be 1."""
     args = arguments(FORMS[ADD], (3,), 256, Options(offset=1.0))
     args[2] = args[2] * 2**-5
-    assert problems(FORMS[ADD], args, kernel_of(ADD)(*args), interpreted=not GPU) == []
+    assert problems(FORMS[ADD], args, kernel_of(ADD)(*args), interpreted=not GPU, made_by=made_by_kernel) == []
 
 
 def test_the_norm_is_of_the_sum_before_it_is_rounded() -> None:

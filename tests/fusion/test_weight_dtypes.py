@@ -50,7 +50,7 @@ def test_found(name: str, weights: torch.dtype | None, dtype: torch.dtype) -> No
     specs = [("layer", stream_spec(offset))]
     traced = run(module, "group128", x, residual, specs=specs)
     assert form_of(traced) == "add_rms_norm_group_quant", str(traced.report)
-    assert_quantised(*traced.output[:2], exact_norm(module, x, residual), rounding=1e-5)
+    assert_quantised(*traced.output[:2], exact_norm(module, x, residual), rounding=2**-8)
     plain = run(Stream(lambda n: n * 2, norm), None, x, residual, specs=specs)
     assert form_of(plain) == "add_rms_norm"
     torch.testing.assert_close(

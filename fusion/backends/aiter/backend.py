@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 class Aiter(Backend):
     """AITER's functions, which are in `table`. It imports nothing and looks at nothing until it is asked."""
 
-    rounds_between = True
-
     def load(self) -> Callable[..., Any]:
         """For a call of which nothing is known: the preferred binding that there is."""
         return _bound(self.op.name)[0].call

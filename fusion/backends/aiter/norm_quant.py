@@ -1,7 +1,6 @@
 """Norms that quantise over AITER's kernels: HIP's for one norm, HIP's for two latents with both or one of them, Triton's.
 
-Each quantises the norm before any rounding, also where it gives the norm beside; but for Triton's static form, which is told. Each norms the sum
-with the residual before its rounding.
+Each quantises the norm before any rounding, but for Triton's static form, which is told. Each norms the sum with the residual before its rounding.
 """
 
 from __future__ import annotations
@@ -144,14 +143,8 @@ def triton_static(found: Resolved) -> Callable[..., Any]:
     run = _triton(found)
 
     def core(norm: Norm, residual: Tensor | None, second: Norm | None, scale: Tensor, dtype: torch.dtype) -> Results:
-        out, *others = run(
-            norm,
-            residual,
-            second,
-            inp1_scale=scale,
-            dtype_quant=dtype,
-            rmsnorm_convert_to_inp1_type=found.binding.keeps_norm,
-        )
+        options = {"inp1_scale": scale, "dtype_quant": dtype, "rmsnorm_convert_to_inp1_type": True}
+        out, *others = run(norm, residual, second, **options)
         return out.view(norm[0].shape), None, *others
 
     return norms(found, core)

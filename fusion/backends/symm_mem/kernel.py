@@ -172,5 +172,5 @@ def all_reduce_row_norm(
     write_rows(values, residual_out, row, WIDTH, WIDTH, CHUNK, 0, GROUP, USUAL)
     finish(
         values, weights, out, normed, scale_in, scales, row, scale_stride, group_stride,
-        WIDTH, EPSILON, OFFSET, CHUNK, 0, QUANT, GROUP, LARGEST, UE8M0, KEEP, PADDED, 1, USUAL,
+        WIDTH, EPSILON, OFFSET, CHUNK, 0, QUANT, GROUP, LARGEST, UE8M0, KEEP, PADDED, 1, USUAL, TYPE,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from .rows import clamped
+from .rows import clamped, rounded
 from .turning import NOT_TURNED, angle, read_pairs, turned, write_pairs
 
 
@@ -31,6 +31,7 @@ def _roped(
         first, second = turned(first, second, c, s)
     if STATIC:
         scale = 1.0 / tl.load(scale_in)
+        first, second = rounded(first, q_rope.dtype.element_ty), rounded(second, q_rope.dtype.element_ty)
         first, second = clamped(first * scale, LARGEST), clamped(second * scale, LARGEST)
     at = (token * HEADS + head) * (LATENT + ROPE_WIDTH) + LATENT
     write_pairs(out, at, mask, first, second, ROPE_WIDTH, HALF, PAIRS)

@@ -58,8 +58,8 @@ def gated_norm(
     normed = value * scale[:, None] * factor
     if NORM_FIRST:
         normed *= activated
-    if KEPT:  # the norm itself beside its quantisation, and what is quantised
-        normed = rounded(normed, kept)
+    normed = rounded(normed, x.dtype.element_ty)
+    if KEPT:
         tl.store(kept + number[:, None] * WIDTH + column, normed.to(kept.dtype.element_ty), mask=mask)
     at = out + number[:, None] * WIDTH + column
     if QUANT == NO_QUANT:

@@ -54,6 +54,7 @@ def dual_norm(
             finish(
                 q_values, q_weights, q_out, q_normed, scale_in, scales, row, scale_stride, group_stride,
                 Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, KEEP, Q_WIDTH, ROWS, FIRST,
+                q.dtype.element_ty,
             )  # fmt: skip
         else:
             kv_weights = read_weight(kv_weight, row, KV_WIDTH, KV_CHUNK, 0, 0)
@@ -61,6 +62,7 @@ def dual_norm(
             finish(
                 kv_values, kv_weights, kv_out, kv_out, kv_out, scales, row, 0, 0,
                 KV_WIDTH, KV_EPSILON, KV_OFFSET, KV_CHUNK, 0, NO_QUANT, 0, 0.0, False, False, KV_WIDTH, ROWS, FIRST,
+                kv.dtype.element_ty,
             )  # fmt: skip
     else:
         row = row_numbers(tl.program_id(0) * ROWS, rows, ROWS)
@@ -71,10 +73,12 @@ def dual_norm(
         finish(
             q_values, q_weights, q_out, q_normed, scale_in, scales, row, scale_stride, group_stride,
             Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, KEEP, Q_WIDTH, ROWS, FIRST,
+            q.dtype.element_ty,
         )  # fmt: skip
         finish(
             kv_values, kv_weights, kv_out, kv_out, kv_out, scales, row, 0, 0,
             KV_WIDTH, KV_EPSILON, KV_OFFSET, KV_CHUNK, 0, NO_QUANT, 0, 0.0, False, False, KV_WIDTH, ROWS, FIRST,
+            kv.dtype.element_ty,
         )  # fmt: skip
 
 
@@ -108,4 +112,5 @@ def row_norm(
     finish(
         values, weights, out, normed, scale_in, scales, row, scale_stride, group_stride,
         WIDTH, EPSILON, OFFSET, CHUNK, TAIL, QUANT, GROUP, LARGEST, UE8M0, KEEP, PADDED, ROWS, USUAL,
+        x.dtype.element_ty,
     )  # fmt: skip

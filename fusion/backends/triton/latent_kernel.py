@@ -14,6 +14,7 @@ from .rows import (
     FIRST,
     LAST,
     USUAL,
+    all_rounded,
     clamped,
     finish,
     magnitude,
@@ -21,6 +22,7 @@ from .rows import (
     read_rows,
     read_weight,
     rms_scale,
+    rounded,
     scaled_by,
     weighted_by,
     write_chunk,
@@ -82,6 +84,7 @@ def _read_entry(
         c = angle(cos, position, table_rows, cos_stride, ROPE_WIDTH, HALF)
         s = angle(sin, position, table_rows, sin_stride, ROPE_WIDTH, HALF)
         first, second = turned(first, second, c, s)
+    first, second = rounded(first, k_rope.dtype.element_ty), rounded(second, k_rope.dtype.element_ty)
     return slot, weights, values, first, second
 
 
@@ -91,10 +94,11 @@ def _finish_entry(
     entries, page_size, page_units, slot_units,
     KV_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, KV_EPSILON: tl.constexpr, KV_OFFSET: tl.constexpr,
     ENTRY_UNIT: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, CACHE_LARGEST: tl.constexpr, HALF: tl.constexpr,
-    KV_CHUNK: tl.constexpr,
+    KV_CHUNK: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Norm the latent and write the entry, if its slot is one."""
     result = weighted_by(scaled_by(values, rms_scale(values, KV_WIDTH, KV_EPSILON, 0, 1)), weights, KV_OFFSET)
+    result = all_rounded(result, TYPE)
     if (slot >= 0) & (slot < entries):
         page = slot // page_size
         _write_entry(
@@ -140,6 +144,7 @@ def norm_rope_cache(
             finish(
                 values, weights, q_out, q_out, scale_in, scales, row, scale_stride, group_stride,
                 Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, False, Q_WIDTH, 1, FIRST,
+                q.dtype.element_ty,
             )  # fmt: skip
         else:
             slot, kv_weights, latent, first, second = _read_entry(
@@ -150,7 +155,7 @@ def norm_rope_cache(
             _finish_entry(
                 slot, kv_weights, latent, first, second, cache_scale, cache, cache_scales, cache_rope,
                 entries, page_size, page_units, slot_units, KV_WIDTH, ROPE_WIDTH, KV_EPSILON, KV_OFFSET, ENTRY_UNIT,
-                PAIRS, FORM, CACHE_LARGEST, HALF, KV_CHUNK,
+                PAIRS, FORM, CACHE_LARGEST, HALF, KV_CHUNK, kv.dtype.element_ty,
             )  # fmt: skip
     else:
         # All reads before the first write, which the compiler would not move them past.
@@ -165,9 +170,10 @@ def norm_rope_cache(
         finish(
             values, weights, q_out, q_out, scale_in, scales, row, scale_stride, group_stride,
             Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, False, Q_WIDTH, 1, FIRST,
+            q.dtype.element_ty,
         )  # fmt: skip
         _finish_entry(
             slot, kv_weights, latent, first, second, cache_scale, cache, cache_scales, cache_rope,
             entries, page_size, page_units, slot_units, KV_WIDTH, ROPE_WIDTH, KV_EPSILON, KV_OFFSET, ENTRY_UNIT,
-            PAIRS, FORM, CACHE_LARGEST, HALF, KV_CHUNK,
+            PAIRS, FORM, CACHE_LARGEST, HALF, KV_CHUNK, kv.dtype.element_ty,
         )  # fmt: skip

@@ -20,7 +20,7 @@ def _product(gate, up, at_gate, at_up, mask, LIMIT: tl.constexpr):
     if LIMIT > 0.0:
         wide = tl.where(wide > LIMIT, LIMIT, wide)
         other = clamped(other, LIMIT)
-    return wide * tl.sigmoid(wide) * other
+    return rounded(wide * tl.sigmoid(wide) * other, gate.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["rows", "gate_units", "up_units", "scale_stride", "group_stride"])
@@ -52,8 +52,7 @@ def silu_mul(
                 column < WIDTH,
                 LIMIT,
             )
-            if KEPT:  # the product itself beside its quantisation, and what is quantised
-                product = rounded(product, kept)
+            if KEPT:
                 tl.store(kept + row * WIDTH + column, product.to(kept.dtype.element_ty), mask=column < WIDTH)
             bits = tl.maximum(bits, magnitude(product))
             products = products + (product,)
@@ -74,7 +73,6 @@ def silu_mul(
         at_gate, at_up = (row * gate_units * GATE_UNIT)[:, None] + column, (row * up_units * UP_UNIT)[:, None] + column
         value = _product(gate, up, at_gate, at_up, mask, LIMIT)
         if KEPT:
-            value = rounded(value, kept)
             tl.store(kept + (row * WIDTH)[:, None] + column, value.to(kept.dtype.element_ty), mask=mask)
         if QUANT == PER_GROUP:
             own = quant_scale(tl.max(magnitude(value), axis=1).to(tl.float32, bitcast=True), LARGEST, UE8M0)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from .rows import clamped
+from .rows import clamped, rounded
 from .turning import NOT_TURNED, angle, read_pairs, turned, write_pairs
 
 
@@ -57,6 +57,7 @@ def query(
         s = angle(sin, position, table_rows, sin_stride, ROPE_WIDTH, HALF)
         first, second = turned(first, second, c, s)
     if STATIC:
+        first, second = rounded(first, q_rope.dtype.element_ty), rounded(second, q_rope.dtype.element_ty)
         first, second = clamped(first * scale, LARGEST), clamped(second * scale, LARGEST)
     if not LATENT:
         tl.debug_barrier()  # every column is read before one is written, by whichever threads

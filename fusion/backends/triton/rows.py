@@ -160,9 +160,18 @@ def weighted_by(values, weights, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def rounded(value, out):
-    """In float32, as it comes back from where out points to."""
-    return value.to(out.dtype.element_ty).to(tl.float32)
+def rounded(value, TYPE: tl.constexpr):
+    """In float32, as it comes back from memory in TYPE."""
+    return value.to(TYPE).to(tl.float32)
+
+
+@triton.jit
+def all_rounded(values, TYPE: tl.constexpr):
+    """Each value in float32, as it comes back from memory in TYPE."""
+    results = ()
+    for i in tl.static_range(0, len(values)):
+        results = results + (rounded(values[i], TYPE),)
+    return results
 
 
 @triton.jit
@@ -228,63 +237,52 @@ def finish(
     values, weights, out, normed, scale_in, scales, row, scale_stride, group_stride,
     WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, KEEP: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """From rows as they were read, or summed, to the norm as it is written: as it is, or quantised with its scales.
 
-    A row's scale is positive: where the norm is quantised, it moves out of the maximum and into the factor of every value.
+    What is quantised is the norm in TYPE, the dtype of the activations. KEEP: it is written too, to normed.
     No dynamic fp8 value exceeds LARGEST by more than float32 rounding, which the conversion rounds back: only static ones
-    have to be clamped. KEEP: the norm itself is written too, to normed, and is what is quantised.
+    have to be clamped.
     """
     if QUANT == PER_TOKEN:
         _quantise_rows(
             values, weighted_by(values, weights, OFFSET), out + _beside(row * WIDTH, GROUP),
             normed + _beside(row * WIDTH, GROUP), scales + row * scale_stride,
-            WIDTH, EPSILON, CHUNK, LARGEST, UE8M0, KEEP, ROWS, HINT,
+            WIDTH, EPSILON, CHUNK, LARGEST, UE8M0, KEEP, ROWS, HINT, TYPE,
         )  # fmt: skip
     else:
         scale = rms_scale(values, WIDTH, EPSILON, TAIL, ROWS)
+        result = scaled_by(weighted_by(values, weights, OFFSET), _beside(scale, GROUP))
         if QUANT == NO_QUANT:
-            result = weighted_by(scaled_by(values, _beside(scale, GROUP)), weights, OFFSET)
             write_rows(result, out, row, PADDED, WIDTH, CHUNK, TAIL, GROUP, HINT)
         else:
-            products = weighted_by(values, weights, OFFSET)
+            result = all_rounded(result, TYPE)
             if KEEP:
-                products = _kept(scaled_by(products, _beside(scale, GROUP)), normed)
-                write_rows(products, normed, row, WIDTH, WIDTH, CHUNK, TAIL, GROUP, USUAL)
-                scale = tl.full(scale.shape, 1.0, tl.float32)
-            for i in tl.static_range(0, len(products)):
+                write_rows(result, normed, row, WIDTH, WIDTH, CHUNK, TAIL, GROUP, USUAL)
+            for i in tl.static_range(0, len(result)):
                 _quantise_chunk(
-                    products[i], scale, out, scale_in, scales, row, scale_stride, group_stride, i * CHUNK, WIDTH,
-                    TAIL if TAIL > 0 and i == len(products) - 1 else CHUNK, QUANT, GROUP, LARGEST, UE8M0, HINT,
+                    result[i], out, scale_in, scales, row, scale_stride, group_stride, i * CHUNK, WIDTH,
+                    TAIL if TAIL > 0 and i == len(result) - 1 else CHUNK, QUANT, GROUP, LARGEST, UE8M0, HINT,
                 )  # fmt: skip
 
 
 @triton.jit
-def _kept(values, out):
-    """As they come back from where they are written."""
-    kept = ()
-    for i in tl.static_range(0, len(values)):
-        kept = kept + (rounded(values[i], out),)
-    return kept
-
-
-@triton.jit
 def _quantise_chunk(
-    products, scale, out, scale_in, scales, row, scale_stride, group_stride,
+    result, out, scale_in, scales, row, scale_stride, group_stride,
     START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     if QUANT == STATIC:
-        value = clamped(products * _beside(scale * (1.0 / tl.load(scale_in)), GROUP), LARGEST)
+        value = clamped(result * (1.0 / tl.load(scale_in)), LARGEST)
         write_chunk(out + _beside(row * WIDTH, GROUP), value, START, WIDTH, SIZE, GROUP, HINT)
     elif QUANT == PER_GROUP:
         _quantise_groups(
-            products, _beside(scale, 0), out + _beside(row * WIDTH, GROUP), scales + _beside(row * scale_stride, 0),
-            group_stride, START, WIDTH, SIZE, GROUP, LARGEST, UE8M0, HINT,
+            result, out + _beside(row * WIDTH, GROUP), scales + _beside(row * scale_stride, 0), group_stride,
+            START, WIDTH, SIZE, GROUP, LARGEST, UE8M0, HINT,
         )  # fmt: skip
     else:
-        _quantise_mx(products * _beside(scale, GROUP), out, scales, _beside(row, GROUP), START, WIDTH, SIZE, QUANT)
+        _quantise_mx(result, out, scales, _beside(row, GROUP), START, WIDTH, SIZE, QUANT)
 
 
 @triton.jit
@@ -296,42 +294,40 @@ def _sum_and_most(sum_a, most_a, sum_b, most_b):
 def _quantise_rows(
     values, products, out, normed, scales, WIDTH: tl.constexpr, EPSILON: tl.constexpr, CHUNK: tl.constexpr,
     LARGEST: tl.constexpr, UE8M0: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Rows in fp8 with a scale each. The mean square and the largest magnitude come from one reduction: fewer barriers."""
+    """Rows in fp8 with a scale each. The mean square and the largest magnitude come from one reduction: fewer barriers.
+
+    The largest of what is scaled and rounded is the largest, scaled and rounded: a row's scale is positive.
+    """
     bits = magnitude(products[0])
     for i in tl.static_range(1, len(products)):
         bits = tl.maximum(bits, magnitude(products[i]))
     total, most = tl.reduce((_squares(values, len(values)), bits), 1, _sum_and_most)
     scale = tl.rsqrt(total * (1.0 / WIDTH) + EPSILON)
-    largest = most.to(tl.float32, bitcast=True) * scale
-    if KEEP:  # the largest of what is rounded is the largest, rounded
-        largest = rounded(largest, normed)
-    own = quant_scale(largest, LARGEST, UE8M0)
+    own = quant_scale(rounded(most.to(tl.float32, bitcast=True) * scale, TYPE), LARGEST, UE8M0)
     tl.store(scales + tl.zeros((ROWS,), tl.int32), own)
-    factor = (scale * (1.0 / own))[:, None]
     for i in tl.static_range(0, len(products)):
+        result = rounded(products[i] * scale[:, None], TYPE)
         if KEEP:
-            kept = rounded(products[i] * scale[:, None], normed)
-            write_chunk(normed, kept, i * CHUNK, WIDTH, CHUNK, 0, USUAL)
-            write_chunk(out, kept * (1.0 / own)[:, None], i * CHUNK, WIDTH, CHUNK, 0, HINT)
-        else:
-            write_chunk(out, products[i] * factor, i * CHUNK, WIDTH, CHUNK, 0, HINT)
+            write_chunk(normed, result, i * CHUNK, WIDTH, CHUNK, 0, USUAL)
+        write_chunk(out, result * (1.0 / own)[:, None], i * CHUNK, WIDTH, CHUNK, 0, HINT)
 
 
 @triton.jit
 def _quantise_groups(
-    products, scale, out, scales, group_stride, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    result, out, scales, group_stride, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """One chunk in fp8, and the scales of its groups.
 
     For programs of one row: with several, Triton 3.6 was seen to store wrong scales (768 columns, two rows, two warps).
     """
-    most = tl.max(magnitude(products), axis=2).to(tl.float32, bitcast=True)
-    own = quant_scale(most * scale, LARGEST, UE8M0)
+    most = tl.max(magnitude(result), axis=2).to(tl.float32, bitcast=True)
+    own = quant_scale(most, LARGEST, UE8M0)
     groups = START // GROUP + tl.arange(0, SIZE // GROUP)[None, :]
     tl.store(scales + groups.to(tl.int64) * group_stride, own, mask=groups * GROUP < WIDTH)
-    write_chunk(out, products * (scale * (1.0 / own))[:, :, None], START, WIDTH, SIZE, GROUP, HINT)
+    write_chunk(out, result * (1.0 / own)[:, :, None], START, WIDTH, SIZE, GROUP, HINT)
 
 
 @triton.jit
