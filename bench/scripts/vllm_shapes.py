@@ -106,6 +106,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss-20b": ("gpt-oss-20b", {"quantization_config": _GPT_OSS["quantization_config"]}),
     "deepseek-v3.2-rank8-dense": ("deepseek-v3.2", {**_ALL_DENSE, **_EIGHTH}),
+    "deepseek-v3.2-rank8-dense-tp2": (
+        "deepseek-v3.2",
+        {**_ALL_DENSE, **_EIGHTH, "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 4608},
+    ),
     "deepseek-v3.2-rank8-mixture": ("deepseek-v3.2", {**_ALL_MIXED, **_EIGHTH}),
     # The indexer is whole on each rank.
     "glm-5-rank8-dense": ("glm-5", {**_ALL_DENSE, **_GLM_EIGHTH}),

@@ -130,6 +130,12 @@ _V32_SEAMS = {
     "seams": Arm((*_NORMS, "silu_mul_group_quant", "add_rms_norm")),
     "linears": Arm((*_NORMS, "silu_mul_group_quant", "add_rms_norm", _FEW)),
 }
+_REDUCED_PLAINLY = ("all_reduce_add_rms_norm",)
+_V32_REDUCED = {
+    "all_reduce": Arm(_REDUCED_PLAINLY),
+    "quantised": Arm((*_REDUCED_PLAINLY, "all_reduce_add_rms_norm_group_quant")),
+    "linears": Arm((*_REDUCED_PLAINLY, "all_reduce_add_rms_norm_group_quant", "silu_mul_group_quant", _FEW)),
+}
 _M3_SEAMS = {
     "norms": Arm((*_NORMS, "add_rms_norm")),
     "linears": Arm((*_NORMS, "add_rms_norm", _FEW)),
@@ -174,6 +180,8 @@ STAGES = {
     "gpt-oss-tp2": Stage("gpt-oss-120b", _REDUCED, _NCCL, tp=2),
     # Two ranks as installed: FlashInfer's fused all-reduce is vLLM's own then, by its kernels that need no multicast (`QUIET` in `vllm_engine`).
     "deepseek-v3-rank8-dense-tp2": Stage("deepseek-v3-rank8-dense-tp2", _REDUCED_INSTALLED, _OWN_REDUCE, tp=2, variables=_SKIP, engine=_UNTRIED, needs=230),
+    # At vLLM's function for a norm behind an all-reduce: FlashInfer's kernel stands there where it runs, and else NCCL's or vLLM's own and a norm.
+    "deepseek-v3.2-rank8-dense-tp2": Stage("deepseek-v3.2-rank8-dense-tp2", _V32_REDUCED, tp=2, variables=_SKIP, engine=_UNTRIED, needs=230),
     "gpt-oss-120b-tp2": Stage("gpt-oss-120b", {"default": Arm(), "all_reduce": Arm(("+all_reduce_add_rms_norm",))}, _OWN_REDUCE, tp=2, engine=_UNTRIED, needs=150),
     "fp8-tp2": Stage("deepseek-v3-fp8", _REDUCED_QUANTISED, _UNFUSED | _NCCL, tp=2, needs=190),
     "bf16-tp2": Stage("deepseek-v3", _REDUCED, _NCCL, tp=2),

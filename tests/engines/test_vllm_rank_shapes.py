@@ -41,6 +41,7 @@ RECIPES = {
     "KimiLinearForCausalLM": Recipe("", "vllm.models.kimi_k3.nvidia.model:KimiLinearForCausalLM"),
 }
 ADD, ADD_QUANT, FIRST = "add_rms_norm", "add_rms_norm_group_quant", "rms_norm_group_quant"
+REDUCED = "all_reduce_add_rms_norm"
 SILU, FEW = "silu_mul_group_quant", "few_token_linear_group_quant"
 _DENSE = {
     "norms": {ADD_QUANT: 11},
@@ -59,6 +60,12 @@ EXPECTED: dict[str, dict[str, dict[str, int]]] = {
     # Of three.
     "deepseek-v3.2-rank8-mixture": _MIXED,
     "glm-5-rank8-mixture": _MIXED,
+    # The first of the twelve norms behind an all-reduce is behind the attention of the first layer.
+    "deepseek-v3.2-rank8-dense-tp2": {
+        "all_reduce": {REDUCED: 12},
+        "quantised": {REDUCED: 1, f"{REDUCED}_group_quant": 11},
+        "linears": {REDUCED: 1, f"{REDUCED}_group_quant": 11, SILU: 6, FEW: 17},
+    },
     # Three delta nets and one attention.
     "kimi-k3-rank8-dense": {"norms": {"gated_rms_norm": 3}, "seams": {"gated_rms_norm": 3, "mla_dual_rms_norm": 1}},
     "minimax-m3-rank8-dense": {"norms": {ADD: 12}},
@@ -78,12 +85,13 @@ EXPECTED: dict[str, dict[str, dict[str, int]]] = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_what_a_stage_expects(name: str, tmp_path: Path) -> None:
     register()
+    tp = STAGES[name].tp
     folder = folder_of(STAGES[name].shape, tmp_path)
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     with fp8_kernel(FLASHINFER):
-        model, _ = build_in(str(folder), architecture, RECIPES[architecture])
+        model, _ = build_in(str(folder), architecture, RECIPES[architecture], tp=tp, rank=tp - 1)
     engine = uncompiled(
-        "it is uncompiled", [architecture], Place(vendor="nvidia", arch="sm90"), (s.fusion for s in SEAMS)
+        "it is uncompiled", [architecture], Place(vendor="nvidia", arch="sm90", ranks=tp), (s.fusion for s in SEAMS)
     )
     specs, found = registry.specs_in(model), {}
     for arm, each in STAGES[name].arms.items():
