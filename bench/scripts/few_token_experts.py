@@ -38,6 +38,10 @@ MIXTURES = {
     "DeepSeek-V3, a rank of eight": Mixture(256, 8, 7168, 256),
     "Qwen3-Next-80B-A3B, one GPU": Mixture(512, 10, 2048, 512),
     "Qwen3-235B-A22B, a rank of four": Mixture(128, 8, 4096, 384),
+    "DeepSeek-V3, a rank of four": Mixture(256, 8, 7168, 512),
+    "DeepSeek-V3, a rank of two": Mixture(256, 8, 7168, 1024),
+    "DeepSeek-V3, experts over eight": Mixture(32, 8, 7168, 2048),
+    "Qwen3-30B-A3B, one GPU": Mixture(128, 8, 2048, 768),
 }
 TOKENS = (1, 2, 4, 8, 16)
 CALLS = 16
