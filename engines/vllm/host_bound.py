@@ -1,6 +1,7 @@
 """Steps that no CUDA graph of vLLM's holds and that wait for the host: there its own graph runs, in which nothing of layerfuse's stands.
 
-An op costs the host more than a kernel of Inductor's, which matters where the GPU has less to do than the host. So vLLM compiles these numbers
+An op costs the host more than a kernel of Inductor's, which matters where the GPU has less to do than the host. Of 7168 tokens a rank of DeepSeek-V3
+was 1.05 times as fast with layerfuse's ops beside a fast host, and 0.87 times beside a slow one (docs/vllm-measured.md). So vLLM compiles these numbers
 of tokens for themselves (`compile_ranges_endpoints`), and layerfuse's pass leaves that range out.
 """
 
@@ -11,22 +12,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ...fusion.planning import Plan
 
-UP_TO = 4096
-"""Tokens up to which a step is taken to wait for the host, where nobody says otherwise. On an H100, in a rank of DeepSeek-V3, one of 1024 does
-and one of 7168 does not (docs/vllm-measured.md); larger layers make the GPU busy with fewer."""
-
-
 def tokens_of(compilation: Any, up_to: int | None) -> range:
     """The numbers of tokens of such steps: more than vLLM captures. None where it captures nothing, which then is no reason to fuse less.
 
     Args:
         compilation: vLLM's config of its compiler.
-        up_to: the most of them; None: `UP_TO`.
+        up_to: the most of them; None: all.
     """
     endpoints, captured = getattr(compilation, "compile_ranges_endpoints", None), compilation.max_cudagraph_capture_size
     if not endpoints or not captured:
         return range(0)
-    return range(captured + 1, min(UP_TO if up_to is None else up_to, max(endpoints)) + 1)
+    most = max(endpoints)
+    return range(captured + 1, (most if up_to is None else min(up_to, most)) + 1)
 
 
 def set_apart(compilation: Any, tokens: range) -> None:
@@ -40,7 +37,7 @@ def note(plan: Plan) -> str | None:
     """In which steps nothing of a plan for vLLM stands, as a sentence; None where nothing is planned, or nothing compiled."""
     if plan.engine is None or plan.engine.uncompiled is not None or not plan.expected():
         return None
-    return f"In steps of more tokens than vLLM captures in CUDA graphs, up to {UP_TO}, vLLM's own graphs run: these wait for the host."
+    return "In steps of more tokens than vLLM captures in CUDA graphs vLLM's own graphs run: these wait for the host."
 
 
 def holds(tokens: range, compile_range: Any) -> bool:

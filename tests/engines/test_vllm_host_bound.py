@@ -22,14 +22,14 @@ from vllm_started import loaded_from_cache, started
 
 from layerfuse.engines import process
 from layerfuse.engines.options import OptionsError, options_in
-from layerfuse.engines.vllm.host_bound import UP_TO, set_apart, tokens_of
+from layerfuse.engines.vllm.host_bound import set_apart, tokens_of
 from layerfuse.fusion import FusionMissedError, backends
 from layerfuse.fusion.backends import counting
 
 MOST, CAPTURED, WAITS, MORE = 2048, 8, 20, 40
 """Tokens of a tiny engine's longest step, of its CUDA graphs, and of a step of each kind behind them, where `HERE` is said."""
 HERE = {**BOTH, "strict": True, "host_bound": 32}
-UP_TO_ALL = {**HERE, "host_bound": MOST}
+IN_ALL = {**BOTH, "strict": True}
 OWN = "in steps of 9 to {} tokens vLLM's own graph runs"
 FUSED = "{0}: {1} expected, {1} fused, 0 missed; called {1} times in the {2}"
 FIRST = "first run of at most 8 tokens"
@@ -42,12 +42,13 @@ def compilation(endpoints: Any, captured: int | None) -> Any:
 @pytest.mark.parametrize(
     ("endpoints", "captured", "up_to", "ends"),
     [
-        ([8192], 512, None, [512, UP_TO, 8192]),
-        ([1000, 8192], 512, None, [512, 1000, UP_TO, 8192]),
+        ([8192], 512, None, [512, 8192]),
+        ([1000, 8192], 512, None, [512, 1000, 8192]),
         ([2048], 512, None, [512, 2048]),
         ([8192], 512, 1024, [512, 1024, 8192]),
         ([8192], 512, 0, [8192]),
-        ([8192], UP_TO, None, [8192]),
+        ([8192], 8192, None, [8192]),
+        ([8192], 512, 9000, [512, 8192]),
         ([512], 512, None, [512]),
         # Without CUDA graphs every step waits for the host, and is what was asked for.
         ([8192], 0, None, [8192]),
@@ -60,7 +61,7 @@ def test_where_the_graphs_begin_and_end(endpoints: Any, captured: int | None, up
     tokens = tokens_of(config, up_to)
     set_apart(config, tokens)
     assert config.compile_ranges_endpoints == ends
-    assert bool(tokens) == (ends != endpoints or (endpoints == [512, 2048]))
+    assert bool(tokens) == (ends != endpoints)
 
 
 def test_a_release_without_ranges_of_tokens_is_left_alone() -> None:
@@ -115,7 +116,7 @@ def test_where_the_profiling_run_is_such_a_step_the_first_other_one_is_looked_at
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "steps", lambda *_: (2, 4, 100))
-    with started("deepseek-v3", tmp_path, **SHORT, layerfuse=UP_TO_ALL, captured=CAPTURED) as engine:
+    with started("deepseek-v3", tmp_path, **SHORT, layerfuse=IN_ALL, captured=CAPTURED) as engine:
         for _ in range(2):
             with counting() as counted:
                 engine(MORE)
@@ -140,7 +141,7 @@ def test_nothing_is_launched_beforehand_for_these_numbers_of_tokens_alone(
 
 
 def test_a_run_that_raises_is_not_the_one_and_strict_stops_there(tmp_path: Path) -> None:
-    with started("deepseek-v3", tmp_path, **SHORT, layerfuse=UP_TO_ALL, captured=CAPTURED) as engine:
+    with started("deepseek-v3", tmp_path, **SHORT, layerfuse=IN_ALL, captured=CAPTURED) as engine:
         engine(MORE)
         ((_, compiled),) = process.this.waiting.values()
         with mock.patch("vllm_started.before_attention", raises), pytest.raises(RuntimeError, match="once"):
