@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ...fusion.planning import Plan
 
+
 def tokens_of(compilation: Any, up_to: int | None) -> range:
     """The numbers of tokens of such steps: more than vLLM captures. None where it captures nothing, which then is no reason to fuse less.
 
