@@ -176,11 +176,11 @@ def plan_data(
         around = facts.engine_of(entry.architectures)
     decided, notes = plan(specs, device, config, around), []
     if engine == "vllm":
-        from ..engines.vllm import few_tokens, host_bound
+        from ..engines.vllm import host_bound
         from ..engines.vllm.decode_facts import taking
 
         decided = taking(decided)
-        notes = [*filter(None, [few_tokens.note(decided), host_bound.note(decided)])]
+        notes = [*filter(None, [host_bound.note(decided)])]
     notes += _unfound(decided)
     kinds = []
     for kind in (*kinds_of(specs), *mixtures_of(specs)):

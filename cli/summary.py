@@ -48,7 +48,7 @@ def summed(plan: Plan, kinds: Iterable[Mapping[str, Any]], done: Collection[str]
                 found.setdefault(decision.fusion, []).append(decision)
         for name, decisions in (found or {f"any at {site.role}": list(plan.at(site.name))[:1]}).items():
             row = rows.setdefault(name, {})
-            sites, reasons = row.get(answer := _answer(decisions, site.linear is not None), (0, []))
+            sites, reasons = row.get(answer := _answer(decisions, site.multiplies is not None), (0, []))
             more = [with_tokens(d.reason, str(d.tokens)) for d in decisions]
             row[answer] = sites + 1, list(dict.fromkeys([*reasons, *more]))
     order = sorted(rows.items(), key=lambda row: "yes" not in row[1])

@@ -110,8 +110,6 @@ class CompiledModule:
     "Calls of ops in the profiling run, which is the first call of the module, by the op's name; None before it."
     aside: Callable[[], Counter[str]] = field(default=Counter, repr=False)
     "Counts calls of fused ops at seams of shared experts, by the op's name."
-    routed: Callable[[], int] = field(default=int, repr=False)
-    "Counts the layers whose routed experts, which stand in no graph, are layerfuse's for few tokens."
     trouble: list[str] = field(factory=list)
     "What went wrong in layerfuse itself."
     pipeline: Pipeline = field(init=False)

@@ -167,8 +167,6 @@ def _notes(compiled: CompiledModule) -> Iterable[str]:
     others = Counter(piece.tokens for piece in compiled.pieces for _ in piece.record.others)
     if others:
         yield f"{max(others.values())} linears that no spec lists are layerfuse's for few tokens too"
-    if compiled.routed():
-        yield f"the routed experts of {compiled.routed()} layers are layerfuse's for few tokens"
     if compiled.untouched:
         yield f"in steps of {compiled.untouched[0]} to {compiled.untouched[-1]} tokens {here().name}'s own graph runs"
     for each in compiled.seams.values():

@@ -25,7 +25,7 @@ class Alike:
         """Args: without: names of fields that do not count, wherever they stand."""
         self._without = without
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._met: dict[int, tuple[Any, int]] = {}
+        self._met: dict[int, tuple[Any, Any]] = {}
         "By identity, as most are met again, and with the object, so that no other may come to have its identity."
 
     def number(self, of: Any) -> int:
@@ -33,20 +33,36 @@ class Alike:
         met = self._met.get(id(of))
         if met is None:
             cls: Any = type(of)
-            said = _reading(cls, self._without)(of)
-            key = tuple([value if type(value) in _PLAIN else self._within(value) for value in said])
+            key = self._of_each(_reading(cls, self._without)(of))
             met = self._met[id(of)] = of, self._numbers.setdefault(key, len(self._numbers))
-        return met[1]
+        number: int = met[1]
+        return number
 
     @property
     def said(self) -> Sequence[tuple[Any, ...]]:
         """What each number stands for: a class and the values of its fields, numbers in the place of what has fields of its own."""
         return tuple(self._numbers)
 
+    def _of_each(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        # Most are plain, or were met: a call for each would be most of a plan's time.
+        met = self._met
+        return tuple(
+            [
+                each
+                if type(each) in _PLAIN
+                else known[1]
+                if (known := met.get(id(each))) is not None
+                else self._within(each)
+                for each in values
+            ]
+        )
+
     def _within(self, value: Any) -> Any:
-        if type(value) in _PLAIN:
-            return value
-        return tuple(map(self._within, value)) if type(value) is tuple else self.number(value)
+        if type(value) is not tuple:
+            return self.number(value)
+        made = self._of_each(value)
+        self._met[id(value)] = value, made
+        return made
 
 
 _PLAIN = frozenset({str, int, float, bool, NoneType, type})

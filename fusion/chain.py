@@ -23,6 +23,7 @@ from .steps import (
     STAGES,
     Add,
     AllReduce,
+    Experts,
     FusionError,
     GatedNorm,
     HeadNorm,
@@ -172,7 +173,7 @@ class Fusion:
     @cached_property
     def forms(self) -> tuple[Form, ...]:
         """The forms in the order in which they are tried: padded, then the chain itself, then those with less, or that keep the norm."""
-        found = [Form(chain=self.chain, op=self.op)]
+        found = [Form(chain=self.chain, op=self.op, in_graphs=self._by_hand is None or self._by_hand.in_graphs)]
         if not self._is_composed:
             parts = () if self._by_hand is None else self._by_hand.in_parts
             return (*found, *(Form(chain=(part,), op=part.own_op) for part in parts if part.own_op is not None))
@@ -267,7 +268,7 @@ class Fusion:
                 yield f"the role {name} has {norms}, and the chain has {len(self.norms)}"
 
     def _bad_op(self) -> Iterable[str]:
-        if self.op.mutated:
+        if self.op.mutated and (self._by_hand is None or self._by_hand.in_graphs):
             written = ", ".join(argument.name for argument in self.op.mutated)
             yield f"{self.op.name} writes to {written}; the op of a fusion writes to nothing, as graphs are functional"
         taken = {argument.name for argument in self.op.args}
@@ -330,6 +331,7 @@ __all__ = [
     "FAMILY",
     "Add",
     "AllReduce",
+    "Experts",
     "Form",
     "Fusion",
     "FusionError",

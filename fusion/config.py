@@ -259,7 +259,9 @@ class FusionConfig:
         if companion or (fusion.goes_with is not None and site is not None and self.only is not None):
             return None
         if engine is not None and fusion.goes_with is not None:
-            return f"{fusion.name} is off in {engine.name} unless switched on: it goes with fusions that quantise in the same way, and none is on here"
+            others = "fusions that quantise in the same way, and none is on"
+            with_it = f"{fusion.goes_with}, which is not on" if fusion.goes_with in FUSIONS else others
+            return f"{fusion.name} is off in {engine.name} unless switched on: it goes with {with_it} here"
         if engine is not None and engine.name != "transformers" and measured is None:
             why = (shipped() if policy is None else policy).why_off(fusion.name, engine, quant)
             return f"{fusion.name} is off in {engine.name} unless switched on: {why}"

@@ -21,7 +21,7 @@ def legality(
     """Whether a site has the steps of a fusion's chain, and the target takes them. Switches are not looked at; `declared`: as `At.declared`."""
     if site.absent is not None:
         return Legality("not_applicable", site.absent)
-    if site.unknown is not None and site.linear is None:
+    if site.unknown is not None and site.multiplies is None:
         return Legality("refused", site.unknown)
     try:
         found = _asked_of_steps(fusion, site, target, quant, declared)
@@ -48,7 +48,7 @@ def _asked_of_steps(
     *others, last = before or behind
     what = f"{', '.join(others)} and {last} are" if others else f"{last} is"
     sinks = "".join(f", {each}" for each in behind if before)
-    return Legality("expected", f"{what} one launch on {target}{sinks}")
+    return Legality("expected", f"{what} {fusion.chain[-1].launches} on {target}{sinks}")
 
 
 def _asked(

@@ -6,7 +6,7 @@ It needs no torch, no GPU and no layer. The report compares everything later wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeAlias
@@ -28,7 +28,7 @@ from .engine import Engine
 from .legality import legality
 from .limits import TokenLimit
 from .policy import Policy, shipped
-from .sites import ACTIVATION, FINAL, INPUT, Site, decode_sites, linear_sites, mixtures_of, sites_of
+from .sites import ACTIVATION, FINAL, INPUT, Site, decode_sites, linear_sites, mixture_sites, mixtures_of, sites_of
 from .steps import Kind, Legality
 from .target import Target
 
@@ -58,7 +58,9 @@ ANY = Tokens()
 """Every number of tokens."""
 
 
-@define(kw_only=True, frozen=True, slots=False)  # not slotted: thousands are made, and so they are made faster
+@define(
+    frozen=True, slots=False
+)  # neither slotted nor by keywords alone: thousands are made, and so they are made faster
 class Decision:
     """One fusion at one site, for a range of tokens."""
 
@@ -267,19 +269,21 @@ def plan(
     if engine is not None and engine.decodes:
         sites += tuple(decode_sites(placed))
     linears: tuple[Site, ...] = ()
+    routed: tuple[Site, ...] = ()
     if engine is not None and engine.linears is not None:
         linears = tuple(linear_sites(placed, engine.linears, mixtures, engine.loaded))
-    roles = frozenset(site.role for site in (*sites, *linears))
+        routed = tuple(mixture_sites(placed, engine.linears))
+    roles = frozenset(site.role for site in (*sites, *linears, *routed))
     mixed = frozenset(index for index, experts in mixtures.items() if experts is not None and index is not None)
     decide = _Decider(target, config, engine, shipped() if policy is None else policy, roles, mixed)
     decisions = list(chain.from_iterable(map(decide, sites)))
-    decide.formats = {form.word for d in decisions if d.applies and (form := FUSIONS[d.fusion].format) is not None}
     if linears:
-        linears = tuple(_handed_over(linears, sites, decisions))
-    decisions += chain.from_iterable(map(decide, linears))
-    return Plan(
-        target=target, config=config, engine=engine, specs=placed, sites=(*sites, *linears), decisions=tuple(decisions)
-    )
+        linears = tuple(_handed_over(linears, sites, decide.quantised))
+    for products in (linears, routed):
+        decide.beside = decide.on.copy()
+        decisions += chain.from_iterable(map(decide, products))
+    every = (*sites, *linears, *routed)
+    return Plan(target=target, config=config, engine=engine, specs=placed, sites=every, decisions=tuple(decisions))
 
 
 def unfound(names: Iterable[str], decisions: Iterable[Decision], taken: str | None = None) -> dict[str, str]:
@@ -352,9 +356,8 @@ def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> It
         yield attrs.evolve(site, **known) if known else site
 
 
-def _handed_over(linears: Iterable[Site], sites: Iterable[Site], decisions: Iterable[Decision]) -> Iterable[Site]:
-    """The linears, with whether a chain that is expected quantises for them: as those say that were read."""
-    quantised = {d.site for d in decisions if d.applies and FUSIONS[d.fusion].format is not None}
+def _handed_over(linears: Iterable[Site], sites: Iterable[Site], quantised: Collection[str]) -> Iterable[Site]:
+    """The linears, with whether a chain that is expected quantises for them: as those say that were read. `quantised`: sites of such chains."""
     paths = {
         f"{site.layer}.{each.path}"
         for site in sites
@@ -363,7 +366,7 @@ def _handed_over(linears: Iterable[Site], sites: Iterable[Site], decisions: Iter
         if isinstance(each, LinearSpec) and each.activation == site.quant
     }
     for site in linears:
-        given = site.linear is not None and f"{site.layer}.{site.linear.path}" in paths
+        given = site.path in paths
         yield attrs.evolve(site, handed_over=True) if given else site
 
 
@@ -406,22 +409,29 @@ class _Decider:
         self._anywhere = not any(
             f.limit or not all(s.is_ours for s in f.chain) for f in self._fusions if f.owner != LAYERFUSE
         )
-        self._alike = Alike(without=PLACE)
-        self._known: dict[Any, list[tuple[str, Kind, str, Tokens]]] = {}
-        self.formats: set[str] = set()
-        "What chains that are expected quantise to, by the words of `FORMATS`: known when linears are decided."
+        self._alike = Alike(without=(*PLACE, "norms"))  # a site's are its spec's
+        self._known: dict[Any, tuple[list[tuple[str, Kind, str, Tokens]], bool]] = {}
+        self.on: set[str] = set()
+        "The fusions that are expected so far, and the words of `FORMATS` that they quantise to."
+        self.beside: set[str] = set()
+        "The same of the sites in front: what others go with."
+        self.quantised: set[str] = set()
+        "The sites where a chain that quantises is expected."
 
     def __call__(self, site: Site) -> list[Decision]:
         alike = self._anywhere and self._config.only is None
         key = (self._alike.number(site) if alike else site.name, self._engine is not None and self._is_mixed(site))
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = list(self._decide(site, self._config.quant_at(site)))
+            rows = list(self._decide(site, self._config.quant_at(site)))
+            on = {fusion for fusion, kind, _, _ in rows if kind == "expected"}
+            formats = {each.word for fusion in on if (each := FUSIONS[fusion].format) is not None}
+            self.on |= on | formats
+            found = self._known[key] = rows, bool(formats)
         name = site.name
-        return [
-            Decision(site=name, fusion=fusion, kind=kind, reason=reason, tokens=tokens)
-            for fusion, kind, reason, tokens in found
-        ]
+        if found[1]:
+            self.quantised.add(name)
+        return [Decision(name, *row) for row in found[0]]
 
     def _decide(self, site: Site, quant: ActivationQuant | None) -> Iterable[tuple[str, Kind, str, Tokens]]:
         verdicts = {f: self._verdict(f, site, quant) for f in self._fusions if site.role in f.roles}
@@ -510,7 +520,7 @@ class _Decider:
                 elsewhere = f"{elsewhere}; {figure}" if elsewhere is not None and figure is not None else elsewhere
             if elsewhere is not None:
                 return Legality("not_applicable", elsewhere)
-        companion = engine is not None and fusion.goes_with in self.formats
+        companion = engine is not None and fusion.goes_with in self.beside
         off = self._config.why_off(fusion, engine, measured, self._policy, quant, site.name, companion)
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:

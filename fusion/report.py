@@ -269,7 +269,7 @@ class Report:
             return self.last.missed.get(fusion, {}).get(site)
         rivals = {d.fusion for d in self.plan.at(site) if d.kind == "expected"}
         # A use without a miss was fused otherwise, or its graph is for a number of tokens at which nothing is expected.
-        what = "its norms are" if self.plan.site[site].linear is None else "a product that layerfuse knows is"
+        what = "its norms are" if self.plan.site[site].multiplies is None else "a product that layerfuse knows is"
         return None if uses or any(site in self._served(name) for name in rivals) else self.why_absent(what)
 
     def why_absent(self, what: str = "its norms are") -> str:

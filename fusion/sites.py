@@ -39,6 +39,7 @@ QK = "qk"
 OUTPUT = "output"
 ACTIVATION = "activation"
 LINEAR = "linear"
+EXPERTS = "experts"
 DECODE = "decode"
 
 
@@ -96,6 +97,11 @@ ROLES: dict[str, Role] = {
             norms=0,
         ),
         Role(
+            name=EXPERTS,
+            doc="the routed experts of a mixture, in such an engine",
+            norms=0,
+        ),
+        Role(
             name=DECODE,
             doc="what stands around an MLA layer's attention in a decode step, in an engine that has a place for all of it",
             norms=0,
@@ -110,7 +116,10 @@ STREAM = (INPUT, POST_ATTENTION, FINAL)
 UNREAD = (QK, DECODE)
 """The roles of what no linear reads."""
 
-OWN_PLACE = (LINEAR, DECODE)
+PRODUCTS = (LINEAR, EXPERTS)
+"""The roles of what multiplies with weights: engines alone have sites of these."""
+
+OWN_PLACE = (*PRODUCTS, DECODE)
 """The roles of what only engines have a place for, each of its own kind."""
 
 
@@ -135,7 +144,7 @@ class Site:
     producers: tuple[LinearSpec, ...] = field(default=(), eq=False, repr=False)
     "The linear whose result is added to the residual in front of the norm, as it is; empty where no spec says it."
     experts: ExpertsSpec | None = field(default=None, eq=False, repr=False)
-    "The mixture that reads the norm, or whose shared experts the product or the linear is of."
+    "The mixture that reads the norm, whose shared experts the product or the linear is of, or whose routed ones stand here."
     linear: LinearSpec | None = field(default=None, repr=False)
     "The linear that stands here; None: none alone."
     handed_over: bool = False
@@ -147,16 +156,27 @@ class Site:
 
     @property
     def modules(self) -> tuple[str | None, ...]:
-        """The paths below the layer of its norms, or of its linear; None in the place of one that is not known, or of the layer itself."""
-        if self.linear is not None:
-            return (self.linear.path,)
+        """The paths below the layer of its norms, its linear or its mixture; None in the place of one that is not known, or of the layer itself."""
+        if self.multiplies is not None:
+            return (self.multiplies.path,)
         return tuple([norm.module for norm in self.norms]) or (None,)
 
     @property
+    def multiplies(self) -> LinearSpec | ExpertsSpec | None:
+        """What multiplies with weights here; None at the site of another role."""
+        return self.linear or (self.experts if self.role == EXPERTS else None)
+
+    @property
+    def path(self) -> str:
+        """Where its first module is in the model, or its layer."""
+        module = self.modules[0]
+        return f"{self.layer}.{module}" if self.layer and module else module or self.layer
+
+    @property
     def quant(self) -> ActivationQuant | None:
-        """How what reads the first norm, or the product, quantises it, or the linear what it reads: as read off the model."""
-        if self.linear is not None:
-            return self.linear.activation if isinstance(self.linear.activation, ActivationQuant) else None
+        """How what reads the first norm, or the product, quantises it, or the linear or the experts what they read: as read off the model."""
+        if self.multiplies is not None:
+            return self.multiplies.activation if isinstance(self.multiplies.activation, ActivationQuant) else None
         if self.norms:
             return self.norms[0].quant
         return self.spec.quant if isinstance(self.spec, GatedMLPSpec) else None
@@ -181,7 +201,7 @@ class Site:
     @property
     def consumers(self) -> tuple[LinearSpec | ExpertsSpec, ...]:
         """What reads what its norms, or its product, give: a mixture's router and experts, then linears; empty where they were not read."""
-        if self.linear is not None:
+        if self.multiplies is not None:
             return ()
         if isinstance(self.spec, GatedMLPSpec):
             return self.spec.feeds
@@ -224,7 +244,7 @@ class Site:
     def name(self) -> str:
         """Unique in a plan: `model.layers.3.self_attn:latents`."""
         role = self.role + (f".{self.block}" if self.block else "")
-        layer = self.layer if self.linear is None else f"{self.layer}.{self.linear.path}".removeprefix(".")
+        layer = self.path if self.role in PRODUCTS else self.layer
         return f"{layer}:{role}" if layer else role
 
     def __str__(self) -> str:
@@ -353,6 +373,14 @@ def mixtures_of(placed: Iterable[tuple[str, AnySpec]]) -> dict[int | None, Exper
     return {spec.layer_index: spec.experts for _, spec in placed if isinstance(spec, ResidualSpec)}
 
 
+def mixture_sites(placed: Iterable[tuple[str, AnySpec]], left: Mapping[str, str]) -> Iterator[Site]:
+    """A site for the routed experts of each decoder layer that has some; the arguments are those of `linear_sites`."""
+    for layer, spec in placed:
+        if isinstance(spec, ResidualSpec) and spec.experts is not None:
+            site = Site(layer=layer, role=EXPERTS, norms=(), spec=spec, experts=spec.experts)
+            yield attrs.evolve(site, unknown=left[site.path]) if site.path in left else site
+
+
 def linear_sites(
     placed: Iterable[tuple[str, AnySpec]],
     left: Mapping[str, str],
@@ -365,7 +393,7 @@ def linear_sites(
 
     Args:
         placed: (path, spec) pairs.
-        left: path of a linear -> why an engine keeps it to itself, as a sentence.
+        left: path of a linear or a mixture -> why an engine keeps it to itself, as a sentence.
         mixtures: as `mixtures_of` gives them.
         loaded: whether the model is built, so that it has only what was read.
     """

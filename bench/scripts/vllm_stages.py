@@ -116,11 +116,11 @@ _UNCOMPILED = {
 }
 _NORMS = ("add_rms_norm_group_quant", "rms_norm_group_quant")
 _INNER = ("mla_dual_rms_norm_group_quant", "silu_mul_group_quant")
-_FEW = "few_token_linear_group_quant"
+_FEW = "few_token_linear_group_quant", "few_token_experts_group_quant"
 _SEAMS = {
     "norms": Arm(_NORMS),
     "seams": Arm((*_NORMS, *_INNER)),
-    "linears": Arm((*_NORMS, *_INNER, _FEW)),
+    "linears": Arm((*_NORMS, *_INNER, *_FEW)),
     "seams_deep_gemm": Arm((*_NORMS, *_INNER), way="deep_gemm"),
 }
 # Models of its own that vLLM does not compile by default: its ways to run them, and ours.
@@ -128,7 +128,7 @@ _OWN_WAYS = {"vllm": Way(), "deep_gemm": Way(variables=_FLASHINFER_OFF)}
 _V32_SEAMS = {
     "norms": Arm(_NORMS),
     "seams": Arm((*_NORMS, "silu_mul_group_quant", "add_rms_norm")),
-    "linears": Arm((*_NORMS, "silu_mul_group_quant", "add_rms_norm", _FEW)),
+    "linears": Arm((*_NORMS, "silu_mul_group_quant", "add_rms_norm", *_FEW)),
 }
 _REDUCED_PLAINLY = ("all_reduce_add_rms_norm",)
 _V32_REDUCED = {
@@ -138,7 +138,7 @@ _V32_REDUCED = {
 }
 _M3_SEAMS = {
     "norms": Arm((*_NORMS, "add_rms_norm")),
-    "linears": Arm((*_NORMS, "add_rms_norm", _FEW)),
+    "linears": Arm((*_NORMS, "add_rms_norm", *_FEW)),
 }
 _K3_SEAMS = {"norms": Arm(("gated_rms_norm",)), "seams": Arm(("gated_rms_norm", "mla_dual_rms_norm"))}
 STAGES = {

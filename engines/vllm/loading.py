@@ -16,12 +16,12 @@ from ...adapters.linear_quant import kernel_of, quantises_inside
 from ...adapters.specs import AnySpec, FinalNormSpec
 from ...fusion.live_plan import module_index_of
 from ...fusion.planning import plan, unfound
-from ...fusion.sites import Site
+from ...fusion.sites import Site, mixture_sites
 from ..compiled_module import CompiledModule
 from ..loading import device_of, linears_left, nothing, say_unknown, target_of, tell_unfound
 from ..options import Options
 from ..process import once
-from . import products, shared_experts
+from . import products, routed_experts, shared_experts
 from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
 from .decode import with_door
 from .decode_facts import NAME, TAKES
@@ -105,7 +105,7 @@ def compiled_modules_of(
         engine = engine_for(vllm_config, target, reason, type(model).__name__)
         engine = attrs.evolve(
             engine,
-            linears=_linears_left(module, inside, vllm_config, reason is None),
+            linears=_left(module, inside, vllm_config, reason is None),
             loaded=True,
             decodes=True,
         )
@@ -162,9 +162,9 @@ def compiled_modules_of(
     yield from compiled_modules
 
 
-def _linears_left(
-    module: nn.Module, specs: list[tuple[str, AnySpec]], vllm_config: Any, compiled: bool
-) -> dict[str, str]:
+def _left(module: nn.Module, specs: list[tuple[str, AnySpec]], vllm_config: Any, compiled: bool) -> dict[str, str]:
+    """Path of a linear or a mixture -> why its product stays vLLM's with few tokens too, as a sentence."""
+
     def why_left(path: str, site: Site) -> str | None:
         why = why_hidden(module, path) if compiled else None
         if why is not None or site.quant is None:
@@ -174,7 +174,9 @@ def _linears_left(
             return products.why_not_by(kernel)
         return None if site.experts is None else shared_experts.why_not(vllm_config, kernel)
 
-    return linears_left(specs, why_left)
+    mixtures = ((site.path, module.get_submodule(site.path)) for site in mixture_sites(specs, {}))
+    routed = {path: why for path, each in mixtures if (why := routed_experts.why_not(vllm_config, each)) is not None}
+    return linears_left(specs, why_left) | routed
 
 
 def why_hidden(module: nn.Module, path: str) -> str | None:

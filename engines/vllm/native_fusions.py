@@ -379,7 +379,7 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
             keeps[name] = f"vLLM does it: {code.by}"
         else:
             does[name] = f"vLLM does it: {code.by}; {INSTEAD}"
-    # Linears say it themselves: those of shared experts have a place all the same.
+    # Products with weights say it themselves: those of experts have a place all the same.
     without = [
         name
         for name, each in FUSIONS.items()

@@ -299,9 +299,10 @@ def _tokens(args: Any, kwargs: Any) -> int:
 def _look_again(module: nn.Module, compiled: CompiledModule) -> None:
     with _quietly("looking at the MLA layers again", compiled.strict):
         if compiled.look_again():
-            from .shared_experts import expect_products
+            from . import routed_experts, shared_experts
 
-            expect_products(compiled, module)
+            shared_experts.expect_products(compiled, module)
+            routed_experts.put_in(compiled, module)
 
 
 def _say_who_passed_by(compiled: CompiledModule, *names: str) -> None:

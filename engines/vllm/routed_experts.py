@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from attrs import define, field
 from torch import nn
 
+from ...fusion.catalog.few_token_linear import FEW, ROUTED
 from ...fusion.ops.linear import BLOCK
 from ..compiled_module import CompiledModule
 from ..hooks import Hook, HookError, check
+from ..linears import AtSeams
 from ..native import Native, NotNativeError, native_function, native_methods
 from ..process import once
 from ..trial import possible, raised, why_apart
-from .few_tokens import runs_experts
 
 METHODS = "vllm.model_executor.layers.fused_moe.experts."
 APPLY = Hook(
@@ -37,33 +40,58 @@ APPLY = Hook(
 )  # fmt: skip
 ROUNDS = "vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"
 """What says whether vLLM rounds the scales of activations up to powers of two."""
-LEFT = "layerfuse: routed experts are left to vLLM: %s"
 GONE = "layerfuse: few tokens of routed experts are vLLM's own from now on: %s"
+OP = "block_scaled_experts"
 TOLERANCE = 5e-2
 """How far apart both ways may be: each is 0.016 to 0.019 from exact (bench/results/few_token_experts-nvidia-h100.json)."""
-FEW = 2
-"""Tokens up to which it is faster than vLLM's kernels (bench/results/few_token_experts-nvidia-h100.json)."""
+
+
+@define(kw_only=True, eq=False)
+class AtExperts(AtSeams):
+    """The mixtures in which they stand."""
+
+    standing: dict[str, Experts] = field(repr=False)
+    "By the site."
+
+    def why_left(self, site: str, run: str) -> str:
+        """Why they are vLLM's after all."""
+        return self.standing[site].why_not or super().why_left(site, run)
 
 
 def put_in(compiled: CompiledModule, module: nn.Module) -> None:
-    """Let few tokens be layerfuse's in a module's mixtures, where a fused quantisation in groups of 128 is expected. Else it is said once why not."""
-    if not _is_on(compiled):
-        return
-    standing = []
-    for experts in _experts_in(module):
-        try:
-            problem = _why_not(compiled, experts)
-            if problem is None:
-                rounds = native_rounds()
-                standing.append(Experts(experts=experts, rounds=rounds, stood=native_methods((experts, "apply"))))
-        except (HookError, NotNativeError) as error:
-            problem = str(error)
-        if problem is not None:
-            once(logging.WARNING, LEFT, problem)
-            return
-    for each in standing:
-        each.put_in()
-    compiled.routed = lambda: sum(each.tried and each.why_not is None for each in standing)
+    """Let few tokens be layerfuse's in those mixtures of a module where the plan expects that, and count them."""
+    standing: dict[str, Experts] = {}
+    for site in (compiled.plan.site[each.site] for each in compiled.plan.expected(ROUTED)):
+        (experts,) = _experts_in(module.get_submodule(site.path))
+        if experts not in _standing:
+            stood = native_methods((experts, "apply"))
+            _standing[experts] = Experts(experts=experts, rounds=native_rounds(), stood=stood)
+            _standing[experts].put_in()
+        standing[site.name] = _standing[experts]
+    if standing:
+        counts = {name: each.ran for name, each in standing.items()}
+        compiled.seams[ROUTED] = AtExperts(fusion=ROUTED, counts=counts, standing=standing)
+
+
+def why_not(vllm_config: Any, block: nn.Module) -> str | None:
+    """Why nothing of ours can stand in the mixture that a module holds, as a sentence, or None."""
+    several = list(_experts_in(block))
+    if len(several) != 1:
+        return f"vLLM does not multiply its routed experts by {APPLY.path.partition('.')[0]}, its Triton kernels"
+    (experts,) = several
+    if vllm_config.lora_config is not None:
+        return "LoRA may add to them"
+    if not _fits(experts):
+        return "its experts are not in fp8 with scales in blocks of 128 x 128, with silu * up without a clamp and without a bias between their products"
+    try:
+        check(APPLY, sys.modules[APPLY.module])
+        if "apply" in vars(experts) and experts not in _standing:
+            return f"apply of this {type(experts).__qualname__} is another one's already"
+        native_rounds()
+        native_methods((experts, "apply"))
+    except (HookError, NotNativeError) as error:
+        return str(error)
+    return None
 
 
 def native_rounds() -> Callable[[], bool]:
@@ -75,10 +103,6 @@ def native_rounds() -> Callable[[], bool]:
     native_function(*ROUNDS)
     found: Callable[[], bool] = getattr(sys.modules[ROUNDS[0]], ROUNDS[1])
     return found
-
-
-def _is_on(compiled: CompiledModule) -> bool:
-    return runs_experts(compiled.plan) and compiled.device.type == "cuda"
 
 
 def _experts_in(module: nn.Module) -> Iterator[Any]:
@@ -93,16 +117,6 @@ def _experts_in(module: nn.Module) -> Iterator[Any]:
             if (type(held).__module__, f"{type(held).__qualname__}.apply") == (APPLY.module, APPLY.path):
                 found.setdefault(id(held), held)
     yield from found.values()
-
-
-def _why_not(compiled: CompiledModule, experts: Any) -> str | None:
-    """Why nothing of ours can stand there, as a sentence, or None. What does not fit layerfuse's kernels without being strange is no reason: see `_fits`."""
-    if compiled.config.lora_config is not None:
-        return "LoRA may add to them"
-    check(APPLY, sys.modules[APPLY.module])
-    if "apply" in vars(experts):
-        return f"apply of this {type(experts).__qualname__} is another one's already"
-    return None
 
 
 def _fits(experts: Any) -> bool:
@@ -128,6 +142,8 @@ class Experts:
     stood: Native = field(repr=False)
     tried: bool = False
     "Whether both ways were compared."
+    ran: Counter[str] = field(factory=Counter)
+    "Calls of layerfuse's op whose results stood."
     why_not: str | None = None
     "Why it is vLLM's way from now on, as a sentence."
 
@@ -152,6 +168,7 @@ class Experts:
                         raise
                     problem = f"{type(error).__name__}: {error}"
                 else:
+                    self.ran[OP] += 1
                     return None
             self._leave(problem)
             return self._own(given)
@@ -170,7 +187,6 @@ class Experts:
             and given["activation"].name == "SILU"
             and experts._lora_context is None
             and experts.post_gemm2_hook is None
-            and _fits(experts)
         )
 
     def _own(self, given: dict[str, Any]) -> Any:
@@ -197,7 +213,13 @@ class Experts:
             problem = raised(error)
         if problem is not None:
             self._leave(problem)
+        else:
+            self.ran[OP] += 1
 
     def _leave(self, problem: str | None) -> None:
         self.why_not = problem
         once(logging.WARNING, GONE, problem)
+
+
+_standing: WeakKeyDictionary[Any, Experts] = WeakKeyDictionary()
+"""Object of vLLM's -> what stands at its call."""

@@ -6,10 +6,11 @@ Their places are in engines alone (`Engine.linears`), where one op holds for any
 from __future__ import annotations
 
 from ...adapters.linear_specs import weight_spec
-from ..chain import Fusion, Linear
+from ..chain import Experts, Fusion, Linear
 from ..engine import Engine
 from ..limits import TokenLimit
 from ..linear_ops import (
+    BLOCK_SCALED_EXPERTS,
     BLOCK_SCALED_LINEAR,
     FEW_TOKEN_LINEAR,
     GROUP_QUANT_LINEAR,
@@ -18,15 +19,21 @@ from ..linear_ops import (
     MOST,
     SCALED_LINEAR,
 )
-from ..sites import LINEAR, Site
+from ..sites import EXPERTS, LINEAR, Site
 from ..target import Target
 
 TIMED = "sm90"
 """Where the kernels for quantised weights were timed beside an engine's."""
 
+ELSEWHERE = f"its kernel was timed on {TIMED} alone"
 
 PLAIN, BLOCKS, ROWS = "few_token_linear", "few_token_linear_group_quant", "few_token_linear_row_quant"
-"""The fusions by the weights that they read."""
+"""The fusions of linears by the weights that they read."""
+
+ROUTED, FEW = "few_token_experts_group_quant", 2
+"""That of routed experts, and up to how many tokens it is faster than vLLM's kernels (bench/results/few_token_experts-nvidia-h100.json)."""
+
+IN_BLOCKS = (weight_spec("float8_e4m3fn", "block", (128, 128)),)
 
 
 def limit(site: Site, _target: Target, engine: Engine | None) -> TokenLimit:
@@ -39,9 +46,19 @@ def limit(site: Site, _target: Target, engine: Engine | None) -> TokenLimit:
 
 def timed_limit(site: Site, target: Target, engine: Engine | None) -> TokenLimit:
     """The same, on the GPU that was timed."""
-    elsewhere = target.arch != TIMED and target.arch.startswith(("sm", "gfx"))
-    why = f"its kernel was timed on {TIMED} alone" if elsewhere else None
-    return limit(site, target, engine) if why is None else TokenLimit(most=0, reason=why)
+    return limit(site, target, engine) if _was_timed(target) else TokenLimit(most=0, reason=ELSEWHERE)
+
+
+def experts_limit(_site: Site, target: Target, _engine: Engine | None) -> TokenLimit:
+    """One token or two."""
+    if not _was_timed(target):
+        return TokenLimit(most=0, reason=ELSEWHERE)
+    why = "more tokens are the engine's own kernels', which are faster then"
+    return TokenLimit(most=FEW, reason=why, how="where vLLM multiplies them by its Triton kernels")
+
+
+def _was_timed(target: Target) -> bool:
+    return target.arch == TIMED or not target.arch.startswith(("sm", "gfx"))
 
 
 def _why_left(site: Site, engine: Engine | None) -> str | None:
@@ -88,7 +105,7 @@ FUSIONS = (
             Linear(
                 op=GROUP_QUANT_LINEAR,
                 behind=BLOCK_SCALED_LINEAR,
-                weights=(weight_spec("float8_e4m3fn", "block", (128, 128)),),
+                weights=IN_BLOCKS,
                 schemes=("group",),
                 group_size=128,
                 fewer=LARGE_BLOCKS,
@@ -96,6 +113,16 @@ FUSIONS = (
             ),
         ),
         limit=timed_limit,
+    ),
+    Fusion(
+        name=ROUTED,
+        doc="two launches for the routed experts of a mixture of fp8 in blocks of 128 x 128, for one token or two",
+        level=2,
+        roles=(EXPERTS,),
+        chain=(
+            Experts(op=BLOCK_SCALED_EXPERTS, weights=IN_BLOCKS, schemes=("group",), group_size=128, goes_with=BLOCKS),
+        ),
+        limit=experts_limit,
     ),
     Fusion(
         name=ROWS,

@@ -2,6 +2,7 @@
 
 from .add import Add
 from .all_reduce import AllReduce
+from .experts import Experts
 from .gated_norm import GATES, GatedNorm
 from .linear import Linear
 from .norm import Norm
@@ -21,6 +22,7 @@ __all__ = [
     "Add",
     "AllReduce",
     "At",
+    "Experts",
     "FusionError",
     "GatedNorm",
     "HeadNorm",

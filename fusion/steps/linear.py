@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, field, frozen
 
+from ...adapters.activation_quant import ActivationQuant
 from ...adapters.specs import LinearSpec, WeightSpec
 from ..declare import Kernel, Op
 from ..linear_ops import LINEARS
@@ -51,17 +52,17 @@ class Linear(Whole):
     def why_not(self, at: At) -> Legality | None:
         linear = at.site.linear
         assert linear is not None, "a site of this role has one"
-        if linear.weight is not None and linear.weight not in self.weights:
-            return Legality("not_applicable", f"its weight is {_words(linear.weight)}")
+        if (other := self.other_weight(linear.weight)) is not None:
+            return other
         unsaid = linear.weight is None and linear.activation is None and at.quant is None
         if unsaid and not at.declared and not self.schemes:
             return Legality("refused", HELD)
         problem = self._why_no_quant(linear, at)
         if problem is not None:
             return Legality("not_applicable", problem)
-        depth, columns = linear.local_in_features, linear.local_out_features
         if self.fewer is None:
             return None
+        depth, columns = linear.local_in_features, linear.local_out_features
         if depth is None or columns is None:
             why = f"not known: how large its weight is; from {self.fewer:,} numbers on the engine's own product is as fast"
         elif depth * columns >= self.fewer:
@@ -75,9 +76,18 @@ class Linear(Whole):
         if quant is None:
             said = "it takes what it reads as it is" if self.schemes else None
             return linear.activation if isinstance(linear.activation, str) else said
-        if quant.scheme not in self.schemes or quant.group_size != self.group_size:
-            return f"it quantises with {quant}"
-        return None
+        return self.other_quant(quant)
+
+    def other_weight(self, weight: WeightSpec | None) -> Legality | None:
+        """What the op says of a weight that it does not read; None of one that it reads, or that is not known."""
+        if weight is None or weight in self.weights:
+            return None
+        return Legality("not_applicable", f"its weight is {_words(weight)}")
+
+    def other_quant(self, quant: ActivationQuant) -> str | None:
+        """The same of how what is read is quantised, as a sentence."""
+        fits = quant.scheme in self.schemes and quant.group_size == self.group_size
+        return None if fits else f"it quantises with {quant}"
 
     def described(self, at: At) -> str:
         return (

@@ -97,6 +97,8 @@ class Step(ABC):
     "The kind of that norm; one of your own is a class derived from NormSpec."
     adds: ClassVar[bool] = False
     "Whether it is the residual add in front of a norm."
+    launches: ClassVar[str] = "one launch"
+    "How many its op is, in words."
     across_ranks: ClassVar[bool] = False
     "Whether the ranks of a process group do it together, so that each needs a kernel for it."
 
@@ -137,7 +139,10 @@ class Step(ABC):
 
     @property
     def goes_with(self) -> str | None:
-        """A word of `formats.FORMATS`: in an engine it is on where a chain that quantises so is, unless it is switched. None: it goes alone."""
+        """A word of `formats.FORMATS`, or a fusion: in an engine it is on where such a chain, or that fusion, is. None: it goes alone.
+
+        A switch of its own says otherwise.
+        """
         return None
 
     out: str = ""
@@ -160,7 +165,7 @@ class Step(ABC):
 
     @property
     def in_graphs(self) -> bool:
-        """Whether a graph may hold an op that gives its result beside a quantisation of it."""
+        """Whether a graph may hold its own op, or one that gives its result beside a quantisation of it."""
         return True
 
     def keeping(self) -> Step | None:

@@ -575,13 +575,15 @@ def test_what_was_measured_of_fp8_linears_with_scales_of_tokens_is_said(run):
 
 
 @pytest.mark.parametrize(
-    ("fusions", "noted"),
+    ("fusions", "on"),
     [("", True), ("-few_token_linear_group_quant", False), ("add_rms_norm_group_quant", False), ("none", False)],
 )
-def test_routed_experts_are_left_where_their_linears_are(run, monkeypatch, fusions, noted):
+def test_routed_experts_are_left_where_their_linears_are(run, monkeypatch, fusions, on):
     monkeypatch.setenv("LAYERFUSE_FUSIONS", fusions)
-    out = run("plan", "deepseek-v3", "--tp", 8, "--target", "sm90", "--engine", "vllm").out
-    assert ("Routed experts of 58 layers are layerfuse's" in out) == noted
+    out = run("plan", "deepseek-v3", "--tp", 8, "--target", "sm90", "--engine", "vllm", "--json").out
+    rows = [row for kind in json.loads(out)["kinds"] for row in kind["sites"].get("experts", ())]
+    expected = sum(row["sites"] for row in rows if row["decision"] == "expected")
+    assert expected == (58 if on else 0) and {row["fusion"] for row in rows} == {"few_token_experts_group_quant"}
 
 
 def test_what_is_asked_for_by_name_and_has_no_site_is_said(run, monkeypatch):

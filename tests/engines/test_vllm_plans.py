@@ -39,6 +39,7 @@ from layerfuse.engines.vllm import loading, native_fusions
 from layerfuse.engines.vllm.host import VLLM
 from layerfuse.engines.vllm.releases import BLOCKS_INSIDE, NEWEST, RELEASES
 from layerfuse.fusion import Target
+from layerfuse.fusion.sites import PRODUCTS
 
 newest = pytest.mark.skipif(RELEASE != NEWEST, reason="an older release builds no model for a GPU that is not there")
 
@@ -135,9 +136,9 @@ def when_loaded(model: Any, config: Any, options: Options) -> collections.Counte
     )
 
 
-def without_linears(found: collections.Counter[Any]) -> tuple[collections.Counter[Any], int]:
-    """The other roles, and how many linears take the fusion of block fp8."""
-    others = collections.Counter({key: sites for key, sites in found.items() if key[0] != "linear"})
+def without_products(found: collections.Counter[Any]) -> tuple[collections.Counter[Any], int]:
+    """The other roles, and how many linears take the fusion of block fp8. What multiplies experts here is no kernel of vLLM's GPUs."""
+    others = collections.Counter({key: sites for key, sites in found.items() if key[0] not in PRODUCTS})
     return others, sum(sites for key, sites in found.items() if key[1:3] == (BLOCKS, "expected"))
 
 
@@ -214,14 +215,14 @@ def test_a_plan_made_beforehand_is_the_one_of_the_loaded_model(
         assert not real and not {key for key in plan if key[2] in ("expected", "fallback")}
         return
     assert plan
-    (plan, linears), (real, loaded_linears) = map(without_linears, (plan, real))
+    (plan, linears), (real, loaded_linears) = map(without_products, (plan, real))
     assert plan == real
     if kernel is not None and kernel.startswith("triton"):
         assert not loaded_linears, "beforehand it is one of those whose product is known"
     elif name in BEHIND:
         assert loaded_linears == linears // 2
-    elif any(role == "output" for role, *_ in plan):
-        assert loaded_linears >= linears, "those of delta nets and Mamba-2 are not declared"
+    elif any(role == "output" for role, *_ in plan) and "Qwen3" not in name:
+        assert loaded_linears >= linears, "those of Mamba-2 are not declared"
     else:
         assert loaded_linears == linears
 

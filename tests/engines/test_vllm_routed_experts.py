@@ -26,22 +26,20 @@ from layerfuse.engines.host import enter
 from layerfuse.engines.native import native_methods
 from layerfuse.engines.vllm import routed_experts
 from layerfuse.engines.vllm.host import VLLM
-from layerfuse.fusion import FusionConfig, ops
+from layerfuse.fusion import ops
 from layerfuse.fusion.backends import counting
+from layerfuse.fusion.catalog.few_token_linear import ROUTED
 from layerfuse.fusion.ops.experts import block_scaled_experts
 
 FP8 = torch.float8_e4m3fn
 MANY, WIDTH, INNER, CHOICES = 6, 256, 128, 2
 OP = "block_scaled_experts"
-IS_ON = routed_experts._is_on
 
 
 @pytest.fixture(autouse=True)
 def _entered(monkeypatch: pytest.MonkeyPatch) -> None:
     enter(VLLM)
     monkeypatch.setattr(process.this, "said", set(), raising=False)
-    # vLLM's CPU platform knows no fp8 of its own, and says nothing of powers of two.
-    monkeypatch.setattr(routed_experts, "_is_on", lambda _: True)
 
 
 def config(**changes: Any) -> Any:
@@ -129,14 +127,31 @@ def given_of(tokens: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def compiled_module_of(**changes: Any) -> Any:
-    return SimpleNamespace(**({"config": SimpleNamespace(lora_config=None), "routed": int} | changes))
+CONFIG = SimpleNamespace(lora_config=None)
 
 
-def put_in(*several: Any, **changes: Any) -> Any:
-    compiled = compiled_module_of(**changes)
-    routed_experts.put_in(compiled, model_of(*several))
+def why_not(experts: Any, config: Any = CONFIG) -> str | None:
+    return routed_experts.why_not(config, model_of(experts))
+
+
+def put_in(*several: Any) -> Any:
+    """A compiled module whose plan expects these experts to be layerfuse's, which is done."""
+    model = model_of(*several)
+    assert all(routed_experts.why_not(CONFIG, layer) is None for layer in model)
+    sites = {f"{i}:experts": SimpleNamespace(name=f"{i}:experts", path=str(i)) for i in range(len(several))}
+    expected = tuple(SimpleNamespace(site=name) for name in sites)
+    compiled = SimpleNamespace(plan=SimpleNamespace(site=sites, expected=lambda _: expected), seams={})
+    routed_experts.put_in(compiled, model)
     return compiled
+
+
+def taken(compiled: Any) -> int:
+    """In how many layers they are layerfuse's, after a run with few tokens or many."""
+    seam = compiled.seams[ROUTED]
+    seam.ran = seam.calls()
+    gone = {site for site, each in seam.standing.items() if each.why_not is not None}
+    assert all(seam.standing[site].why_not == seam.why_left(site, "run") for site in gone)
+    return len({use.site for use in seam.uses("run") if use.fused == ROUTED} - gone)
 
 
 def called(experts: Any, tokens: int, **changes: Any) -> int:
@@ -157,13 +172,13 @@ def called(experts: Any, tokens: int, **changes: Any) -> int:
 def test_few_tokens_are_layerfuses_once_both_ways_were_compared(vllms: list[int]) -> None:
     first, second = experts_of(), experts_of()
     compiled = put_in(first, second)
-    assert compiled.routed() == 0
+    assert taken(compiled) == 0
     assert called(first, 40) == 1 and vllms == [2, 40]
     vllms.clear()
     assert [called(first, tokens) for tokens in (1, 2, 3)] == [1, 1, 0] and vllms == [3]
-    assert compiled.routed() == 1
+    assert taken(compiled) == 1
     called(second, 20)
-    assert compiled.routed() == 2
+    assert taken(compiled) == 2
 
 
 def test_the_second_of_two_ways_is_stood_at(vllms: list[int]) -> None:
@@ -194,17 +209,17 @@ def test_other_calls_are_vllms(changes: dict[str, Any], vllms: list[int]) -> Non
 
 
 @pytest.mark.parametrize("other", [{"block": 64}, {"swiglu_limit": 7.0}], ids=str)
-def test_other_experts_are_vllms(other: dict[str, Any], vllms: list[int]) -> None:
-    experts = experts_of(**other)
-    compiled = put_in(experts)
-    assert called(experts, 20) == 0 and called(experts, 2) == 0
-    assert vllms == [20, 2] and compiled.routed() == 0
+def test_other_experts_are_vllms(other: dict[str, Any]) -> None:
+    assert "its experts are not in fp8 with scales in blocks of 128 x 128" in (why_not(experts_of(**other)) or "")
 
 
-def test_lora_on_them_is_vllms(vllms: list[int]) -> None:
-    experts = experts_of()
-    put_in(experts, config=SimpleNamespace(lora_config=object()))
-    assert "apply" not in vars(experts)
+def test_other_kernels_are_vllms() -> None:
+    other = "vLLM does not multiply its routed experts by TritonExperts, its Triton kernels"
+    assert routed_experts.why_not(CONFIG, nn.Linear(2, 2)) == why_not(SimpleNamespace()) == other
+
+
+def test_lora_on_them_is_vllms() -> None:
+    assert why_not(experts_of(), SimpleNamespace(lora_config=object())) == "LoRA may add to them"
 
 
 def test_what_computes_something_else_is_left_alone(vllms: list[int]) -> None:
@@ -219,7 +234,7 @@ def test_what_computes_something_else_is_left_alone(vllms: list[int]) -> None:
     with mock.patch.object(TritonExperts, "apply", doubled):
         given = given_of(20)
         experts.apply(**given)
-    assert compiled.routed() == 0
+    assert taken(compiled) == 0
     vllms.clear()
     assert called(experts, 2) == 0 and vllms == [2]
 
@@ -240,7 +255,7 @@ def test_a_call_without_tokens_decides_nothing(vllms: list[int]) -> None:
     unit = put_in(experts)
     assert called(experts, 0) == 0
     called(experts, 20)
-    assert unit.routed() == 1
+    assert taken(unit) == 1
 
 
 def test_scales_that_are_rounded_where_vllm_does_not_are_seen(
@@ -257,7 +272,7 @@ def test_scales_that_are_rounded_where_vllm_does_not_are_seen(
 
     monkeypatch.setattr(routed_experts.Experts, "_ours", lambda self, given: weighed(*arguments(self, given)))
     called(experts, 20)
-    assert unit.routed() == 0
+    assert taken(unit) == 0
 
 
 def arguments(self: Any, given: dict[str, Any]) -> list[Any]:
@@ -278,36 +293,23 @@ def test_a_launch_that_fails_later_is_vllms_call(vllms: list[int], monkeypatch: 
 
     monkeypatch.setattr(routed_experts.Experts, "_ours", failing)
     vllms.clear()
-    assert called(experts, 1) == 0 and vllms == [1] and unit.routed() == 0
-
-
-@pytest.mark.parametrize(
-    ("arch", "device", "fusions", "switched", "on"),
-    [
-        ("sm90", "cuda", ("add_rms_norm_group_quant",), "", True),
-        ("sm90", "cuda", ("add_rms_norm_group_quant",), "-few_token_linear_group_quant", False),
-        ("sm90", "cuda", ("add_rms_norm_group_quant",), "add_rms_norm_group_quant", False),
-        ("sm90", "cuda", ("add_rms_norm_group_quant",), "add_rms_norm_group_quant,few_token_linear_group_quant", True),
-        ("sm90", "cuda", ("add_rms_norm", "add_rms_norm_per_token_quant"), "", False),
-        ("sm100", "cuda", ("add_rms_norm_group_quant",), "", False),
-        ("sm90", "cpu", ("add_rms_norm_group_quant",), "", False),
-    ],
-)
-def test_they_stand_where_they_were_timed_and_a_quantisation_in_groups_is_fused(
-    arch: str, device: str, fusions: tuple[str, ...], switched: str, on: bool
-) -> None:
-    expected = tuple(SimpleNamespace(fusion=name) for name in fusions)
-    plan = SimpleNamespace(
-        expected=lambda: expected, target=SimpleNamespace(arch=arch), config=FusionConfig.parse(switched)
-    )
-    assert IS_ON(SimpleNamespace(plan=plan, device=torch.device(device))) is on
+    assert called(experts, 1) == 0 and vllms == [1] and taken(unit) == 0
 
 
 def test_another_ones_apply_is_left_alone(vllms: list[int]) -> None:
     experts = experts_of()
-    experts.apply = other = lambda **_: None
+    experts.apply = lambda **_: None
+    assert why_not(experts) == "apply of this TritonExperts is another one's already"
+
+
+def test_what_stands_stays_where_the_plan_is_made_anew(vllms: list[int]) -> None:
+    experts = experts_of()
+    put_in(experts)
+    standing = vars(experts)["apply"]
     compiled = put_in(experts)
-    assert vars(experts)["apply"] is other and compiled.routed() == 0
+    assert vars(experts)["apply"] is standing
+    called(experts, 20)
+    assert taken(compiled) == 1
 
 
 def test_vllms_own_code_is_what_is_known() -> None:

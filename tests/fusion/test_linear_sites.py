@@ -13,15 +13,16 @@ from torch import nn
 from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
 from layerfuse.adapters.linear_specs import linear_spec, weight_spec
-from layerfuse.adapters.specs import WHOLE, AnySpec, MLPSpec
+from layerfuse.adapters.specs import WHOLE, AnySpec, MLPSpec, ResidualSpec
 from layerfuse.fusion import FUSIONS, Engine, FusionConfig, Plan, Target, plan
-from layerfuse.fusion.catalog.few_token_linear import BLOCKS, PLAIN, ROWS
+from layerfuse.fusion.catalog.few_token_linear import BLOCKS, PLAIN, ROUTED, ROWS
 from layerfuse.fusion.compiler import inductor_with
 from layerfuse.fusion.compose import op_of
 from layerfuse.fusion.live_plan import module_index_of
 from layerfuse.fusion.report import GraphRecord, Report
 from layerfuse.fusion.rewrite import Pipeline
 from layerfuse.fusion.sites import LINEAR, linear_sites, mixtures_of
+from layerfuse.fusion.steps.linear import HELD
 from layerfuse.testing.op_inputs import arguments_of
 
 SM90 = Target.named("sm90")
@@ -231,3 +232,53 @@ def test_products_in_a_graph_are_those_of_the_plan() -> None:
         fused = [(use.site, use.fused, use.form) for use in record.uses]
         assert fused == ([(f"{at}:linear", PLAIN, PLAIN) for at in ("up_proj", "down_proj")] if name == PLAIN else [])
         assert record.others == ((PLAIN,) if name == PLAIN else ())
+
+
+@pytest.mark.parametrize(
+    ("arch", "fusions", "on"),
+    [
+        ("sm90", "all", True),
+        ("sm90", f"+add_rms_norm_group_quant,+{ROUTED}", True),
+        ("sm90", "+add_rms_norm_group_quant", True),
+        ("sm90", f"+add_rms_norm_group_quant,-{BLOCKS}", False),
+        ("sm90", f"+add_rms_norm_group_quant,-{ROUTED}", False),
+        ("sm90", "add_rms_norm_group_quant", False),
+        ("sm90", f"{BLOCKS},{ROUTED}", True),
+        ("sm90", "none", False),
+        ("sm100", "all", False),
+    ],
+)
+def test_routed_experts_go_with_linears_in_blocks(arch: str, fusions: str, on: bool) -> None:
+    """Where they were timed, for one token or two."""
+    found = [*registry.model("deepseek-v3").specs(published=True)]
+    made = plan(found, Target.named(arch), FusionConfig.parse(fusions), ENGINE)
+    mixed = {f"{layer}:experts" for layer, spec in found if isinstance(spec, ResidualSpec) and spec.experts is not None}
+    expected = made.expected(ROUTED)
+    assert len(mixed) == 58 and {each.site for each in expected} == (mixed if on else set())
+    assert {str(each.tokens) for each in expected} == ({"up to 2 tokens"} if on else set())
+
+
+def with_experts(spec: AnySpec, **changes: Any) -> AnySpec:
+    mixed = isinstance(spec, ResidualSpec) and spec.experts is not None
+    return attrs.evolve(spec, experts=attrs.evolve(spec.experts, **changes)) if mixed else spec
+
+
+def test_other_experts_are_not_applicable_and_what_an_engine_keeps_is_refused() -> None:
+    config = FusionConfig.parse("all")
+    plain = [*registry.model("deepseek-v3").specs()]
+    kinds = {each.kind: each.reason for each in plan(plain, SM90, config, ENGINE).decisions if each.fusion == ROUTED}
+    assert kinds == {"refused": HELD}
+    found = [*registry.model("deepseek-v3").specs(published=True)]
+    read = [(layer, with_experts(spec, activation="quantises inside of its kernel")) for layer, spec in found]
+    assert len(plan(read, SM90, config, ENGINE).expected(ROUTED)) == 58, "as vLLM's are read"
+    for changes, why in (
+        ({"weight": weight_spec("float8_e4m3fn", "tensor", None)}, "its weight is float8_e4m3fn, one scale"),
+        ({"activation": ActivationQuant()}, "it quantises with one scale per token"),
+    ):
+        other = plan([(layer, with_experts(spec, **changes)) for layer, spec in found], SM90, config, ENGINE)
+        reasons = {(each.kind, each.reason) for each in other.decisions if each.fusion == ROUTED}
+        assert {kind for kind, _ in reasons} == {"not_applicable"} and all(why in reason for _, reason in reasons)
+    kept = {layer: "its kernel is a stranger's" for layer, spec in found if isinstance(spec, ResidualSpec)}
+    made = plan(found, SM90, config, attrs.evolve(ENGINE, linears=kept))
+    reasons = {(each.kind, each.reason) for each in made.decisions if each.fusion == ROUTED}
+    assert reasons == {("refused", "its kernel is a stranger's")}

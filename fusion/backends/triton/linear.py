@@ -12,6 +12,7 @@ from torch import Tensor
 from ...declare import BlockScales, Op
 from ...ops import linear
 from ...ops.quantisation import LARGEST
+from ..backend import imported
 from . import launcher, refuses_fp8
 from .linear_kernel import few_token_linear, few_token_plain
 
@@ -143,7 +144,7 @@ def function_of(op: Op) -> Callable[..., Any]:
     """
     names = [argument.name for argument in op.args[1:]]
     launch = _launch if any(isinstance(argument, BlockScales) for argument in op.args) else _launch_plain
-    reference = getattr(linear, op.name)
+    reference = imported(f"{linear.__name__}:{op.name}")
 
     def function(x: Tensor, *others: Any) -> Any:
         given = dict(zip(names, others, strict=True))
