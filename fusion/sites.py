@@ -432,7 +432,7 @@ def _linears_of(spec: AnySpec) -> tuple[LinearSpec, ...]:
 
 
 def _merged(spec: AnySpec, gates: bool) -> Iterator[tuple[str, Side, Side]]:
-    """The linears of a declared layer as engines merge and call them, each with what it reads and gives. Those of delta nets and Mamba-2 are not known.
+    """The linears of a declared layer as engines merge and call them, each with what it reads and gives. Those of Mamba-2 are not known.
 
     `gates`: whether its attention may have an output gate, which no spec says and which makes the first linear wider.
     """
@@ -454,6 +454,15 @@ def _merged(spec: AnySpec, gates: bool) -> Iterator[tuple[str, Side, Side]]:
         given = spec.num_heads * spec.head_dim + keys[0], spec.num_local_heads * spec.head_dim + keys[1]
         yield "qkv_proj", (width, width), (None, None) if gates else given
         yield "o_proj", (spec.num_heads * spec.v_head_dim, spec.num_local_heads * spec.v_head_dim), (width, width)
+    elif isinstance(spec, GatedDeltaNetSpec):
+        width, value = spec.hidden_size, (spec.num_v_heads * spec.head_v_dim, spec.num_local_v_heads * spec.head_v_dim)
+        keys = spec.num_k_heads * spec.head_k_dim, spec.num_local_k_heads * spec.head_k_dim
+        if spec.output_norm.activation == "silu":
+            yield "in_proj_qkvz", (width, width), (2 * (keys[0] + value[0]), 2 * (keys[1] + value[1]))
+            yield "out_proj", value, (width, width)
+        else:  # Kimi's, whose gates have a rank that no spec says
+            yield "in_proj_qkvgfab", (width, width), (None, None)
+            yield "o_proj", value, (width, width)
     elif isinstance(spec, MLPSpec):
         width, inner, local = spec.hidden_size, spec.intermediate_size, spec.local_intermediate_size
         first, several = ("gate_up_proj", 2) if isinstance(spec, GatedMLPSpec) else ("up_proj", 1)

@@ -23,7 +23,7 @@ from layerfuse.adapters import (
     WeightSpec,
     describe_linear_quant,
 )
-from layerfuse.adapters.specs import Parallel
+from layerfuse.adapters.specs import AnySpec, Parallel
 from layerfuse.fusion import FusionConfig, Plan, Target, plan
 from layerfuse.testing.compare import linears_of, misfit
 
@@ -269,9 +269,21 @@ def test_a_plan_from_published_dimensions_promises_what_the_layers_themselves_do
     for engine in (native_fusions.compiled(PLACE), engine_of(entry.architectures, target=target)):
         real = plan(read, target, config, engine)
         declared = attrs.evolve(config, quant=ActivationQuant(group_size=128))
-        beforehand = plan(entry.specs(engine="vllm"), target, declared, engine)
-        assert taken(beforehand) == taken(real)
+        beforehand = plan(map(in_blocks, entry.specs(engine="vllm")), target, declared, engine)
+        found, wanted = taken(beforehand), taken(real)
+        if name.endswith(
+            "mla-off"
+        ):  # without its absorption the latents' second projection is a linear of any number of tokens
+            found, wanted = ({key: n for key, n in each.items() if key[0] != "linear"} for each in (found, wanted))
+        assert found == wanted
         assert behind_experts(beforehand) == behind_experts(real)
+
+
+def in_blocks(placed: tuple[str, AnySpec]) -> tuple[str, AnySpec]:
+    """A declared layer, the experts of which are held as the model's are: a plan is told of activations alone."""
+    path, spec = placed
+    mixed = isinstance(spec, ResidualSpec) and spec.experts is not None
+    return path, attrs.evolve(spec, experts=attrs.evolve(spec.experts, weight=IN_BLOCKS)) if mixed else spec
 
 
 def behind_experts(made: Plan) -> dict[object, int]:
@@ -281,12 +293,12 @@ def behind_experts(made: Plan) -> dict[object, int]:
     return collections.Counter((made.site[d.site].role, d.fusion, d.kind) for d in shared)
 
 
-def taken(made: Plan) -> dict[object, int]:
-    """How often a layer takes a fusion at a role, or falls back to it. Which linears an engine shows is compared as it loads them (test_vllm_plans)."""
+def taken(made: Plan) -> dict[tuple[object, ...], int]:
+    """How often a layer takes a fusion at a role, or falls back to it; linears of all layers together, as a residual stream may list those of its attention."""
     return collections.Counter(
-        (made.site[d.site].role, made.site[d.site].spec.layer_index, d.fusion, d.kind)
-        for d in made.decisions
-        if d.kind in ("expected", "fallback") and made.site[d.site].role != "linear"
+        (site.role, site.spec.layer_index if site.linear is None else None, d.fusion, d.kind)
+        for d, site in ((d, made.site[d.site]) for d in made.decisions)
+        if d.kind in ("expected", "fallback")
     )
 
 
