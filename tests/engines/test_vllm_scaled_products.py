@@ -172,7 +172,7 @@ def test_a_weight_that_is_turned_in_the_graph() -> None:
         {"scales": torch.rand(1, 1), "weight_scale": torch.rand(384)},
         {"weight_scale": torch.rand(1, 384)},
     ],
-    ids=str,
+    ids=("numbers", "of one", "a row of one", "columns"),
 )
 def test_one_scale_for_all_and_scales_in_other_shapes(change: dict[str, Tensor]) -> None:
     assert len(linears(graph_of(multiplied, **(given() | change)))) == 1
