@@ -45,7 +45,7 @@ from layerfuse.fusion.catalog import FUSIONS
 from layerfuse.fusion.formats import FORMATS
 from layerfuse.fusion.live_plan import module_index_of
 from layerfuse.fusion.planning import Plan
-from layerfuse.fusion.sites import LINEAR, ROLES
+from layerfuse.fusion.sites import OWN_PLACE, ROLES
 from layerfuse.testing.compare import linears_of, misfit
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm-uncompiled.md"
@@ -106,8 +106,8 @@ def rows_of(architecture: str) -> Iterator[str]:
     planned = standing.compiled.plan
     expected = {decision.site for decision in planned.expected()}
     for role in ROLES:
-        if role == LINEAR:
-            continue  # whose products have a place behind the chains of the others
+        if role in OWN_PLACE:
+            continue  # whose places are behind the chains of the others, or in no class of this page
         sites = [name for name, site in planned.site.items() if site.role == role]
         if not sites:
             continue
