@@ -51,6 +51,8 @@ class Tokens:
     def __str__(self) -> str:
         if self.last is None:
             return "any number of tokens" if self.first == 1 else f"from {self.first} tokens"
+        if self.last == 1:
+            return "one token"
         return f"up to {self.last} tokens" if self.first == 1 else f"{self.first} to {self.last} tokens"
 
 

@@ -18,7 +18,7 @@ import torch
 from attrs import define, field
 from torch import nn
 
-from ...fusion.catalog.few_token_linear import FEW, ROUTED
+from ...fusion.catalog.few_token_linear import ROUTED, tokens_of
 from ...fusion.ops.linear import BLOCK
 from ..compiled_module import CompiledModule
 from ..hooks import Hook, HookError, check
@@ -65,7 +65,8 @@ def put_in(compiled: CompiledModule, module: nn.Module) -> None:
         (experts,) = _experts_in(module.get_submodule(site.path))
         if experts not in _standing:
             stood = native_methods((experts, "apply"))
-            _standing[experts] = Experts(experts=experts, rounds=native_rounds(), stood=stood)
+            few = tokens_of(site.experts)
+            _standing[experts] = Experts(experts=experts, rounds=native_rounds(), stood=stood, few=few)
             _standing[experts].put_in()
         standing[site.name] = _standing[experts]
     if standing:
@@ -140,6 +141,8 @@ class Experts:
     "VLLM's object."
     rounds: Callable[[], bool] = field(repr=False)
     stood: Native = field(repr=False)
+    few: int
+    "Tokens up to which they are layerfuse's."
     tried: bool = False
     "Whether both ways were compared."
     ran: Counter[str] = field(factory=Counter)
@@ -157,7 +160,7 @@ class Experts:
             tokens = len(given["hidden_states"])
             if not self.tried and tokens and possible():
                 self._try_out(given)
-            if not self.tried or self.why_not is not None or tokens > FEW:
+            if not self.tried or self.why_not is not None or tokens > self.few:
                 return self._own(given)
             problem = self.stood.changed()
             if problem is None:
@@ -204,8 +207,8 @@ class Experts:
         self.tried, problem = True, None
         try:
             names = ("hidden_states", "a1q_scale", "topk_weights", "topk_ids")
-            some = given | {name: given[name][:FEW] for name in names}
-            theirs, ours = (torch.empty_like(given["output"][:FEW]) for _ in range(2))
+            some = given | {name: given[name][: self.few] for name in names}
+            theirs, ours = (torch.empty_like(given["output"][: self.few]) for _ in range(2))
             self._own(some | {"output": theirs})
             self._ours(some | {"output": ours})
             problem = why_apart([(theirs, ours)], TOLERANCE)

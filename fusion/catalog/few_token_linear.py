@@ -6,6 +6,7 @@ Their places are in engines alone (`Engine.linears`), where one op holds for any
 from __future__ import annotations
 
 from ...adapters.linear_specs import weight_spec
+from ...adapters.specs import ExpertsSpec
 from ..chain import Experts, Fusion, Linear
 from ..engine import Engine
 from ..limits import TokenLimit
@@ -32,6 +33,8 @@ PLAIN, BLOCKS, ROWS = "few_token_linear", "few_token_linear_group_quant", "few_t
 
 ROUTED, FEW = "few_token_experts_group_quant", 2
 """That of routed experts, and up to how many tokens it is faster than vLLM's kernels (bench/results/few_token_experts-nvidia-h100.json)."""
+NARROW = 768
+"""So many columns between an expert's products, of all tokens together, up to which it is (bench/results/few_token_experts-nvidia-h200.json)."""
 
 IN_BLOCKS = (weight_spec("float8_e4m3fn", "block", (128, 128)),)
 
@@ -49,12 +52,21 @@ def timed_limit(site: Site, target: Target, engine: Engine | None) -> TokenLimit
     return limit(site, target, engine) if _was_timed(target) else TokenLimit(most=0, reason=ELSEWHERE)
 
 
-def experts_limit(_site: Site, target: Target, _engine: Engine | None) -> TokenLimit:
-    """One token or two."""
+def experts_limit(site: Site, target: Target, _engine: Engine | None) -> TokenLimit:
+    """One token or two, by how wide the experts are."""
     if not _was_timed(target):
         return TokenLimit(most=0, reason=ELSEWHERE)
+    most = tokens_of(site.experts)
     why = "more tokens are the engine's own kernels', which are faster then"
-    return TokenLimit(most=FEW, reason=why, how="where vLLM multiplies them by its Triton kernels")
+    if not most:
+        why = f"with more than {NARROW} columns between an expert's products the engine's own kernels are faster"
+    return TokenLimit(most=most, reason=why, how="where vLLM multiplies them by its Triton kernels" if most else "")
+
+
+def tokens_of(experts: ExpertsSpec | None) -> int:
+    """Up to how many tokens a rank's routed experts are layerfuse's, by how wide they are, where that is known."""
+    columns = None if experts is None else experts.local_intermediate_size
+    return FEW if columns is None else min(FEW, NARROW // columns)
 
 
 def _was_timed(target: Target) -> bool:

@@ -134,11 +134,14 @@ def why_not(experts: Any, config: Any = CONFIG) -> str | None:
     return routed_experts.why_not(config, model_of(experts))
 
 
-def put_in(*several: Any) -> Any:
+def put_in(*several: Any, columns: int | None = None) -> Any:
     """A compiled module whose plan expects these experts to be layerfuse's, which is done."""
     model = model_of(*several)
     assert all(routed_experts.why_not(CONFIG, layer) is None for layer in model)
-    sites = {f"{i}:experts": SimpleNamespace(name=f"{i}:experts", path=str(i)) for i in range(len(several))}
+    spec = SimpleNamespace(local_intermediate_size=columns)
+    sites = {
+        f"{i}:experts": SimpleNamespace(name=f"{i}:experts", path=str(i), experts=spec) for i in range(len(several))
+    }
     expected = tuple(SimpleNamespace(site=name) for name in sites)
     compiled = SimpleNamespace(plan=SimpleNamespace(site=sites, expected=lambda _: expected), seams={})
     routed_experts.put_in(compiled, model)
@@ -179,6 +182,13 @@ def test_few_tokens_are_layerfuses_once_both_ways_were_compared(vllms: list[int]
     assert taken(compiled) == 1
     called(second, 20)
     assert taken(compiled) == 2
+
+
+def test_wider_experts_are_for_one_token(vllms: list[int]) -> None:
+    put_in(experts := experts_of(), columns=512)
+    called(experts, 40)
+    assert vllms == [1, 40]
+    assert [called(experts, tokens) for tokens in (1, 2)] == [1, 0] and vllms == [1, 40, 2]
 
 
 def test_the_second_of_two_ways_is_stood_at(vllms: list[int]) -> None:

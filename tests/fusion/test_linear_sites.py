@@ -250,12 +250,24 @@ def test_products_in_a_graph_are_those_of_the_plan() -> None:
 )
 def test_routed_experts_go_with_linears_in_blocks(arch: str, fusions: str, on: bool) -> None:
     """Where they were timed, for one token or two."""
-    found = [*registry.model("deepseek-v3").specs(published=True)]
+    found = [*registry.model("deepseek-v3").specs(tp=8, published=True)]
     made = plan(found, Target.named(arch), FusionConfig.parse(fusions), ENGINE)
     mixed = {f"{layer}:experts" for layer, spec in found if isinstance(spec, ResidualSpec) and spec.experts is not None}
     expected = made.expected(ROUTED)
     assert len(mixed) == 58 and {each.site for each in expected} == (mixed if on else set())
     assert {str(each.tokens) for each in expected} == ({"up to 2 tokens"} if on else set())
+
+
+@pytest.mark.parametrize(("columns", "most"), [(256, 2), (384, 2), (512, 1), (768, 1), (1024, 0), (2048, 0), (None, 2)])
+def test_wide_experts_are_the_engines(columns: int | None, most: int) -> None:
+    found = [*registry.model("deepseek-v3").specs(tp=8, published=True)]
+    wide = [
+        (layer, with_experts(spec, intermediate_size=6144, local_intermediate_size=columns)) for layer, spec in found
+    ]
+    decided = [each for each in plan(wide, SM90, FusionConfig.parse("all"), ENGINE).decisions if each.fusion == ROUTED]
+    expected = {str(each.tokens) for each in decided if each.kind == "expected"}
+    assert expected == ({f"up to {most} tokens" if most > 1 else "one token"} if most else set())
+    assert most or all("more than 768 columns" in each.reason for each in decided)
 
 
 def with_experts(spec: AnySpec, **changes: Any) -> AnySpec:
@@ -265,10 +277,10 @@ def with_experts(spec: AnySpec, **changes: Any) -> AnySpec:
 
 def test_other_experts_are_not_applicable_and_what_an_engine_keeps_is_refused() -> None:
     config = FusionConfig.parse("all")
-    plain = [*registry.model("deepseek-v3").specs()]
+    plain = [*registry.model("deepseek-v3").specs(tp=8)]
     kinds = {each.kind: each.reason for each in plan(plain, SM90, config, ENGINE).decisions if each.fusion == ROUTED}
     assert kinds == {"refused": HELD}
-    found = [*registry.model("deepseek-v3").specs(published=True)]
+    found = [*registry.model("deepseek-v3").specs(tp=8, published=True)]
     read = [(layer, with_experts(spec, activation="quantises inside of its kernel")) for layer, spec in found]
     assert len(plan(read, SM90, config, ENGINE).expected(ROUTED)) == 58, "as vLLM's are read"
     for changes, why in (
