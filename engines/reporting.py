@@ -35,10 +35,8 @@ def publish(compiled: CompiledModule) -> None:
     """
     rank, ranks = _together(compiled)
     outcome = Outcome(plan=compiled.plan, ranks=ranks, unknown=compiled.report().all_unknown(), run=compiled.run)
-    if compiled.pieces and not compiled.from_cache and compiled.at_modules is None:
-        problem = compiled.keep()
-        if problem is not None:
-            once(logging.WARNING, "layerfuse: a start from %s's cache will have no report: %s", here().name, problem)
+    if not compiled.put_off:  # else it was done at the run that compiled
+        keep(compiled)
     if compiled.from_cache and not compiled.forced and any(differences(compiled, compiled.report())):
         compiled.forget()  # another one than the report is of, as two starts at the same time may leave: the next start compiles anew
     if rank == 0:
@@ -51,6 +49,14 @@ def publish(compiled: CompiledModule) -> None:
         here().logger.log(level, "%s", "\n  ".join([_title(compiled, outcome), *_lines(compiled, outcome), *where]))
     if compiled.strict:
         outcome.check()
+
+
+def keep(compiled: CompiledModule) -> None:
+    """Keep beside what the engine's compiler has just written what its next start is to report."""
+    if compiled.pieces and not compiled.from_cache and compiled.at_modules is None:
+        problem = compiled.keep()
+        if problem is not None:
+            once(logging.WARNING, "layerfuse: a start from %s's cache will have no report: %s", here().name, problem)
 
 
 def _title(compiled: CompiledModule, outcome: Outcome) -> str:

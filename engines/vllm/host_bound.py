@@ -13,16 +13,19 @@ if TYPE_CHECKING:
     from ...fusion.planning import Plan
 
 
-def tokens_of(compilation: Any, up_to: int | None) -> range:
+def tokens_of(config: Any, up_to: int | None) -> range:
     """The numbers of tokens of such steps: more than vLLM captures. None where it captures nothing, which then is no reason to fuse less.
 
     Args:
-        compilation: vLLM's config of its compiler.
+        config: vLLM's.
         up_to: the most of them; None: all.
     """
+    compilation = config.compilation_config
     endpoints, captured = getattr(compilation, "compile_ranges_endpoints", None), compilation.max_cudagraph_capture_size
     if not endpoints or not captured:
         return range(0)
+    if compilation.cudagraph_mode.name == "FULL_DECODE_ONLY":  # mixed steps are in none, whatever their size
+        captured = min(captured, config.scheduler_config.max_num_seqs * (1 + config.num_speculative_tokens))
     most = max(endpoints)
     return range(captured + 1, (most if up_to is None else min(up_to, most)) + 1)
 

@@ -190,9 +190,8 @@ def _set_apart(compiled: CompiledModule, options: Options) -> None:
     if compiled.stands and compiled.at_modules is None:
         from .host_bound import set_apart, tokens_of
 
-        compilation = compiled.config.compilation_config
-        compiled.untouched = tokens_of(compilation, options.host_bound)
-        set_apart(compilation, compiled.untouched)
+        compiled.untouched = tokens_of(compiled.config, options.host_bound)
+        set_apart(compiled.config.compilation_config, compiled.untouched)
 
 
 def _say_where_defaults_come_from() -> None:
@@ -277,6 +276,11 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
         if compiled.active:
             _say_who_passed_by(compiled, "pass", "piece", "artefact")
         if _tokens(args, kwargs) in compiled.untouched:
+            if is_first:
+                with _quietly("keeping what was compiled"):
+                    from ..reporting import keep
+
+                    keep(compiled)
             compiled.put_off = True
             _wait_for(self, compiled)  # for one in which what was put in is called
             return result

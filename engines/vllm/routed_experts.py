@@ -66,7 +66,9 @@ def put_in(compiled: CompiledModule, module: nn.Module) -> None:
         if experts not in _standing:
             stood = native_methods((experts, "apply"))
             few = tokens_of(site.experts)
-            _standing[experts] = Experts(experts=experts, rounds=native_rounds(), stood=stood, few=few)
+            _standing[experts] = Experts(
+                experts=experts, rounds=native_rounds(), stood=stood, few=few, untouched=compiled.untouched
+            )
             _standing[experts].put_in()
         standing[site.name] = _standing[experts]
     if standing:
@@ -82,6 +84,8 @@ def why_not(vllm_config: Any, block: nn.Module) -> str | None:
     (experts,) = several
     if vllm_config.lora_config is not None:
         return "LoRA may add to them"
+    if experts.moe_config.moe_parallel_config.use_ep:
+        return "with expert parallelism a rank holds some of them alone"
     if not _fits(experts):
         return "its experts are not in fp8 with scales in blocks of 128 x 128, with silu * up without a clamp and without a bias between their products"
     try:
@@ -107,16 +111,14 @@ def native_rounds() -> Callable[[], bool]:
 
 
 def _experts_in(module: nn.Module) -> Iterator[Any]:
-    """The objects of vLLM's that multiply by Triton's kernels, once each; of one that chooses among two, the second."""
+    """The objects of vLLM's that multiply by Triton's kernels alone, once each."""
     found: dict[int, Any] = {}
     for each in module.modules():
         held: Any = vars(each).get("quant_method")
         for name in ("moe_kernel", "impl", "fused_experts"):
             held = None if held is None else vars(held).get(name)
-        if held is not None:
-            held = vars(held).get("fallback_experts", held)
-            if (type(held).__module__, f"{type(held).__qualname__}.apply") == (APPLY.module, APPLY.path):
-                found.setdefault(id(held), held)
+        if (type(held).__module__, f"{type(held).__qualname__}.apply") == (APPLY.module, APPLY.path):
+            found.setdefault(id(held), held)
     yield from found.values()
 
 
@@ -126,6 +128,7 @@ def _fits(experts: Any) -> bool:
     return bool(
         quant.use_fp8_w8a8
         and quant.block_shape == [BLOCK, BLOCK]
+        and experts.moe_config.activation.name == "SILU"
         and activation.clamp_limit is None
         and quant.w1_bias is None
         and quant.w2_bias is None
@@ -143,6 +146,8 @@ class Experts:
     stood: Native = field(repr=False)
     few: int
     "Tokens up to which they are layerfuse's."
+    untouched: range
+    "As `CompiledModule.untouched`: what these steps compare and count is not in the run that is looked at."
     tried: bool = False
     "Whether both ways were compared."
     ran: Counter[str] = field(factory=Counter)
@@ -158,7 +163,7 @@ class Experts:
             if not self._takes(given):
                 return self._own(given)
             tokens = len(given["hidden_states"])
-            if not self.tried and tokens and possible():
+            if not self.tried and tokens and tokens not in self.untouched and possible():
                 self._try_out(given)
             if not self.tried or self.why_not is not None or tokens > self.few:
                 return self._own(given)

@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("vllm_started")
 
 from test_vllm_plugin import ADD, BOTH, DUAL, SHORT, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from vllm.config import CUDAGraphMode
 from vllm_started import loaded_from_cache, started
 
 from layerfuse.engines import process
@@ -35,8 +36,12 @@ FUSED = "{0}: {1} expected, {1} fused, 0 missed; called {1} times in the {2}"
 FIRST = "first run of at most 8 tokens"
 
 
-def compilation(endpoints: Any, captured: int | None) -> Any:
-    return SimpleNamespace(compile_ranges_endpoints=endpoints, max_cudagraph_capture_size=captured)
+def config(endpoints: Any, captured: int | None, mode: str = "FULL_AND_PIECEWISE") -> Any:
+    compilation = SimpleNamespace(
+        compile_ranges_endpoints=endpoints, max_cudagraph_capture_size=captured, cudagraph_mode=CUDAGraphMode[mode]
+    )
+    sequences = SimpleNamespace(max_num_seqs=100)
+    return SimpleNamespace(compilation_config=compilation, scheduler_config=sequences, num_speculative_tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -57,15 +62,22 @@ def compilation(endpoints: Any, captured: int | None) -> Any:
     ],
 )
 def test_where_the_graphs_begin_and_end(endpoints: Any, captured: int | None, up_to: int | None, ends: Any) -> None:
-    config = compilation(endpoints, captured)
-    tokens = tokens_of(config, up_to)
-    set_apart(config, tokens)
-    assert config.compile_ranges_endpoints == ends
+    vllms = config(endpoints, captured)
+    tokens = tokens_of(vllms, up_to)
+    set_apart(vllms.compilation_config, tokens)
+    assert vllms.compilation_config.compile_ranges_endpoints == ends
     assert bool(tokens) == (ends != endpoints)
 
 
 def test_a_release_without_ranges_of_tokens_is_left_alone() -> None:
-    assert not tokens_of(SimpleNamespace(max_cudagraph_capture_size=512), None)
+    older = config(None, 512)
+    del older.compilation_config.compile_ranges_endpoints
+    assert not tokens_of(older, None)
+
+
+def test_where_decode_alone_is_captured_the_longest_decode_step_is_where_it_begins() -> None:
+    assert tokens_of(config([8192], 512, "FULL_DECODE_ONLY"), None) == range(201, 8193)
+    assert tokens_of(config([8192], 128, "FULL_DECODE_ONLY"), None) == range(129, 8193)
 
 
 def calls_of(step: Any, given: Any) -> int:
@@ -138,6 +150,16 @@ def test_nothing_is_launched_beforehand_for_these_numbers_of_tokens_alone(
         engine(MORE)
     # Of each of two ops for 1, 3, 21 and 37 tokens: what is launched for 11 to 20 alone never runs.
     assert any(line.startswith("layerfuse: 8 launches for fewer tokens") for line in said(caplog))
+
+
+def test_what_was_compiled_is_kept_before_that_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = loaded_from_cache()
+    for step in (MORE, 6):  # the first start ends before the run that is looked at
+        with started("deepseek-v3", tmp_path, **SHORT, layerfuse=IN_ALL, captured=CAPTURED) as engine:
+            engine(MORE)
+            engine(step)
+    assert loaded_from_cache() - before == 1
+    assert FUSED.format(ADD, 2, FIRST) in said(caplog)
 
 
 def test_a_run_that_raises_is_not_the_one_and_strict_stops_there(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 from layerfuse.engines import process
 from layerfuse.engines.host import enter
 from layerfuse.engines.native import native_methods
+from layerfuse.engines.standing import counted
 from layerfuse.engines.vllm import routed_experts
 from layerfuse.engines.vllm.host import VLLM
 from layerfuse.fusion import ops
@@ -46,7 +48,8 @@ def config(**changes: Any) -> Any:
     fields = dict.fromkeys(
         ("swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta", "activation_situ_linear_beta")
     )
-    return SimpleNamespace(**(fields | changes))
+    around = {"activation": MoEActivation.SILU, "moe_parallel_config": SimpleNamespace(use_ep=False)}
+    return SimpleNamespace(**(fields | around | changes))
 
 
 def scales(*shape: int) -> torch.Tensor:
@@ -134,7 +137,7 @@ def why_not(experts: Any, config: Any = CONFIG) -> str | None:
     return routed_experts.why_not(config, model_of(experts))
 
 
-def put_in(*several: Any, columns: int | None = None) -> Any:
+def put_in(*several: Any, columns: int | None = None, untouched: range = range(0)) -> Any:
     """A compiled module whose plan expects these experts to be layerfuse's, which is done."""
     model = model_of(*several)
     assert all(routed_experts.why_not(CONFIG, layer) is None for layer in model)
@@ -143,7 +146,9 @@ def put_in(*several: Any, columns: int | None = None) -> Any:
         f"{i}:experts": SimpleNamespace(name=f"{i}:experts", path=str(i), experts=spec) for i in range(len(several))
     }
     expected = tuple(SimpleNamespace(site=name) for name in sites)
-    compiled = SimpleNamespace(plan=SimpleNamespace(site=sites, expected=lambda _: expected), seams={})
+    compiled = SimpleNamespace(
+        plan=SimpleNamespace(site=sites, expected=lambda _: expected), seams={}, untouched=untouched, aside=Counter
+    )
     routed_experts.put_in(compiled, model)
     return compiled
 
@@ -191,13 +196,21 @@ def test_wider_experts_are_for_one_token(vllms: list[int]) -> None:
     assert [called(experts, tokens) for tokens in (1, 2)] == [1, 0] and vllms == [1, 40, 2]
 
 
-def test_the_second_of_two_ways_is_stood_at(vllms: list[int]) -> None:
+def test_they_are_compared_in_the_run_that_is_looked_at(vllms: list[int]) -> None:
+    compiled = put_in(experts := experts_of(), untouched=range(9, 100))
+    for tokens, trials in ((40, []), (8, [2])):
+        vllms.clear()
+        with counted(compiled):
+            called(experts, tokens)
+        assert vllms == [*trials, tokens]
+    (use,) = compiled.seams[ROUTED].uses("run")
+    assert use.fused == ROUTED and compiled.counted[OP] == 1
+
+
+def test_what_chooses_deep_gemm_for_many_tokens_is_vllms() -> None:
     both = object.__new__(TritonOrDeepGemmExperts)
     both.fallback_experts = experts_of()
-    put_in(both, both)
-    called(both.fallback_experts, 20)
-    vllms.clear()
-    assert called(both.fallback_experts, 2) == 1 and not vllms
+    assert "does not multiply its routed experts by TritonExperts" in (why_not(both) or "")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +231,7 @@ def test_other_calls_are_vllms(changes: dict[str, Any], vllms: list[int]) -> Non
     assert called(experts, 2) == 1
 
 
-@pytest.mark.parametrize("other", [{"block": 64}, {"swiglu_limit": 7.0}], ids=str)
+@pytest.mark.parametrize("other", [{"block": 64}, {"swiglu_limit": 7.0}, {"activation": MoEActivation.GELU}], ids=str)
 def test_other_experts_are_vllms(other: dict[str, Any]) -> None:
     assert "its experts are not in fp8 with scales in blocks of 128 x 128" in (why_not(experts_of(**other)) or "")
 
@@ -226,6 +239,11 @@ def test_other_experts_are_vllms(other: dict[str, Any]) -> None:
 def test_other_kernels_are_vllms() -> None:
     other = "vLLM does not multiply its routed experts by TritonExperts, its Triton kernels"
     assert routed_experts.why_not(CONFIG, nn.Linear(2, 2)) == why_not(SimpleNamespace()) == other
+
+
+def test_expert_parallelism_is_vllms() -> None:
+    sharded = experts_of(moe_parallel_config=SimpleNamespace(use_ep=True))
+    assert why_not(sharded) == "with expert parallelism a rank holds some of them alone"
 
 
 def test_lora_on_them_is_vllms() -> None:
