@@ -134,7 +134,7 @@ _REDUCED_PLAINLY = ("all_reduce_add_rms_norm",)
 _V32_REDUCED = {
     "all_reduce": Arm(_REDUCED_PLAINLY),
     "quantised": Arm((*_REDUCED_PLAINLY, "all_reduce_add_rms_norm_group_quant")),
-    "linears": Arm((*_REDUCED_PLAINLY, "all_reduce_add_rms_norm_group_quant", "silu_mul_group_quant", _FEW)),
+    "linears": Arm((*_REDUCED_PLAINLY, "all_reduce_add_rms_norm_group_quant", "silu_mul_group_quant", *_FEW)),
 }
 _M3_SEAMS = {
     "norms": Arm((*_NORMS, "add_rms_norm")),

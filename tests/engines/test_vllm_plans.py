@@ -39,7 +39,7 @@ from layerfuse.engines.vllm import loading, native_fusions
 from layerfuse.engines.vllm.host import VLLM
 from layerfuse.engines.vllm.releases import BLOCKS_INSIDE, NEWEST, RELEASES
 from layerfuse.fusion import Target
-from layerfuse.fusion.sites import PRODUCTS
+from layerfuse.fusion.sites import DECODE, PRODUCTS
 
 newest = pytest.mark.skipif(RELEASE != NEWEST, reason="an older release builds no model for a GPU that is not there")
 
@@ -121,7 +121,7 @@ def beforehand(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str
     for kind in json.loads(capsys.readouterr().out)["kinds"]:
         for role, several in kind["sites"].items():
             for d in several:
-                found[role, d["fusion"], d["decision"], d["tokens"], _said(d["reason"])] += d["sites"]
+                found[role, d["fusion"], d["decision"], d["tokens"], _said(role, d["reason"])] += d["sites"]
     return found
 
 
@@ -129,7 +129,7 @@ def when_loaded(model: Any, config: Any, options: Options) -> collections.Counte
     """The same of what is planned in the model's compiled module, or in its modules."""
     compiled_modules = list(loading.compiled_modules_of(config, model, options))
     return collections.Counter(
-        (site.role, d.fusion, d.kind, str(d.tokens), _said(d.reason))
+        (site.role, d.fusion, d.kind, str(d.tokens), _said(site.role, d.reason))
         for _, compiled in compiled_modules
         for site in compiled.plan.sites
         for d in compiled.plan.at(site.name)
@@ -142,8 +142,13 @@ def without_products(found: collections.Counter[Any]) -> tuple[collections.Count
     return others, sum(sites for key, sites in found.items() if key[1:3] == (BLOCKS, "expected"))
 
 
-def _said(reason: str) -> str:
-    """Without the release, which a loaded vLLM does not say, and how much is known of the head, which no model that is compiled holds."""
+def _said(role: str, reason: str) -> str:
+    """Without the release, which a loaded vLLM does not say, and how much is known of the head, which no model that is compiled holds.
+
+    Of several reasons against a decode step each plan says another: beforehand what is known of the model, when it is loaded what is known of its layers.
+    """
+    if role == DECODE:
+        return ""
     head = re.sub(r"^(the linears that read the final site).*", r"\1", reason)
     return head.replace(f"vLLM {RELEASE} ", "vLLM ")
 
