@@ -91,7 +91,7 @@ class CompiledModule:
     at_modules: str | None = None
     "Why the engine does not compile the model, where the fused ops stand in its modules; None: it compiles it."
     unreached: tuple[str, ...] = ()
-    "Sites with a fused op that the profiling run did not come to."
+    "Sites with a fused op that the run that is looked at did not come to."
     seams: dict[str, Placement] = field(factory=dict)
     "What stands at seams that no graph shows, by the fusion."
     untouched: range = range(0)
@@ -107,7 +107,7 @@ class CompiledModule:
     "When the module was compiled, where it came from the engine's cache with its report."
     from_cache: bool = False
     counted: Counter[str] | None = None
-    "Calls of ops in the profiling run, which is the first call of the module, by the op's name; None before it."
+    "Calls of ops in the run that is looked at (`run`), by the op's name; None before it."
     aside: Callable[[], Counter[str]] = field(default=Counter, repr=False)
     "Counts calls of fused ops at seams of shared experts, by the op's name."
     trouble: list[str] = field(factory=list)

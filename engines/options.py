@@ -74,7 +74,7 @@ class Options:
     few_token_linears: bool = field(default=False, validator=_is(bool, "true or false"))
     "As `few_token_linear` and `few_token_linear_row_quant`, each with a plus, among the `fusions`."
     host_bound: int | None = field(default=None, validator=_tokens)
-    "Tokens up to which a step that no CUDA graph holds runs the engine's own graph, as it waits for the host; 0: none does; None: the default."
+    "Tokens up to which a step of more than the engine captures in CUDA graphs runs its own graph, as it waits for the host; 0: none does; None: the default."
 
     def config(self) -> FusionConfig:
         """The same for plans.

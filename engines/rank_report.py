@@ -1,4 +1,4 @@
-"""What a rank says of a compiled module after the engine's profiling run, and what the ranks of a group say together."""
+"""What a rank says of a compiled module after the run of it that is looked at (`CompiledModule.run`), and what the ranks of a group say together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIGURES = re.compile(r" \([^()]*\d[^()]*\)$")
 
 
 class CallsDifferError(LayerfuseError, RuntimeError):
-    """The profiling run called other fused ops than the report says. `problems` holds a sentence for each difference."""
+    """The run that was looked at called other fused ops than the report says. `problems` holds a sentence for each difference."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         self.problems = problems
@@ -43,7 +43,7 @@ class RankReport:
     beyond: dict[str, tuple[str, ...]] = field(factory=dict)
     "Fusion -> expected sites whose graphs are for other numbers of tokens."
     called: dict[str, int] | None
-    "Fusion -> calls of its ops in the profiling run; None where they were not counted."
+    "Fusion -> calls of its ops in the run that was looked at; None where they were not counted."
     problems: tuple[str, ...] = ()
     "Where the calls differ from the report, and what went wrong in layerfuse itself."
     notes: tuple[str, ...] = ()
@@ -228,7 +228,7 @@ class Outcome:
 
         Raises:
             FusionMissedError: an expected fusion is missing somewhere, or something of the model is unknown.
-            CallsDifferError: the profiling run called other fused ops than the report says.
+            CallsDifferError: the run that was looked at called other fused ops than the report says.
         """
         if self.missed or self.unknown:
             raise FusionMissedError(self.missed, self.unknown)

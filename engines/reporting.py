@@ -31,7 +31,7 @@ def publish(compiled: CompiledModule) -> None:
 
     Raises:
         FusionMissedError: strict, and an expected fusion is missing on some rank.
-        CallsDifferError: strict, and the profiling run called other fused ops than the report says.
+        CallsDifferError: strict, and the run that was looked at called other fused ops than the report says.
     """
     rank, ranks = _together(compiled)
     outcome = Outcome(plan=compiled.plan, ranks=ranks, unknown=compiled.report().all_unknown(), run=compiled.run)

@@ -154,7 +154,7 @@ class Door(Placement):
         return True
 
     def notes(self, run: str) -> Iterator[str]:
-        """How many of the layers have run a decode step: vLLM's profiling run makes none."""
+        """How many of the layers had run a decode step by the end of `run`: vLLM's profiling run makes none."""
         if self.stands:
             decoded = sum(layer.name not in layer.waiting for layer in self.made)
             yield f"{NAME}: {decoded or 'none'} of these calls decoded in the {run}"

@@ -1,4 +1,4 @@
-"""Steps that no CUDA graph of vLLM's holds and that wait for the host: there its own graph runs, in which nothing of layerfuse's stands.
+"""Steps of more tokens than vLLM captures in CUDA graphs, which wait for the host: there its own graph runs, in which nothing of layerfuse's stands.
 
 An op costs the host more than a kernel of Inductor's, which matters where the GPU has less to do than the host. Of 7168 tokens a rank of DeepSeek-V3
 was 1.05 times as fast with layerfuse's ops beside a fast host, and 0.87 times beside a slow one (docs/vllm-measured.md). So vLLM compiles these numbers

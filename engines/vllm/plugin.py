@@ -340,9 +340,7 @@ def _warm_up(seen: dict[Any, None], untouched: range) -> None:
         launches = warm_up(seen, untouched)
         if launches:
             took = time.perf_counter() - began
-            VLLM.logger.info(
-                "layerfuse: %d launches for fewer tokens than the profiling run's, in %.1f s", launches, took
-            )
+            VLLM.logger.info("layerfuse: %d launches for fewer tokens than the first run's, in %.1f s", launches, took)
 
 
 def _running() -> CompiledModule | None:
