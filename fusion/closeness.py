@@ -70,6 +70,7 @@ def compare(op: Op, given: tuple[Any, ...], got: tuple[Tensor, ...], wanted: tup
     ours, theirs = ({each.name: of for each, of in zip(made, several, strict=True)} for several in (got, wanted))
     dtype = given[0].dtype
     slack = SCALE_UNITS * FLOAT32 + NORM_UNITS.get(dtype, 0.0) * torch.finfo(dtype).eps
+    subnormal = _step_below_normal(dtype)
     scaling = next((each for each in op.results if isinstance(each, Scales | Exponents)), None)
     powers = isinstance(scaling, Exponents) or any(
         isinstance(each, Flag) and each.name == "use_ue8m0" and named[each.name] for each in op.args
@@ -85,11 +86,11 @@ def compare(op: Op, given: tuple[Any, ...], got: tuple[Tensor, ...], wanted: tup
         elif isinstance(each, Quantised | Packed):
             size = None if scaling is None else MX_COLUMNS if isinstance(scaling, Exponents) else group
             factors = [None if scaling is None else of[scaling.name] for of in (ours, theirs)]
-            yield _quantised(each.name, mine, right, factors, size, slack)
+            yield _quantised(each.name, mine, right, factors, size, slack, subnormal, named.get("scale"))
         elif isinstance(each, Cache) and mine.dtype == torch.uint8:
-            yield from _ds_mla(each, named, mine, right, slack)
+            yield from _ds_mla(each, named, mine, right, slack, subnormal)
         elif mine.dtype in LARGEST:
-            yield _quantised(each.name, mine, right, [None, None], None, slack)
+            yield _quantised(each.name, mine, right, [None, None], None, slack, subnormal, named.get("cache_scale"))
         else:
             units = NORM_UNITS.get(mine.dtype, NORM_UNITS[torch.float32]) * torch.finfo(mine.dtype).eps
             yield _apart(each.name, mine, right, units, 0.0, of_row=SCALE_UNITS * FLOAT32)
@@ -127,17 +128,33 @@ def _apart(
 
 
 def _quantised(
-    name: str, got: Tensor, wanted: Tensor, factors: list[Tensor | None], size: int | None, slack: float
+    name: str,
+    got: Tensor,
+    wanted: Tensor,
+    factors: list[Tensor | None],
+    size: int | None,
+    slack: float,
+    subnormal: float,
+    scale: Tensor | None = None,
 ) -> Apart:
-    """Either may be half a step of the format from what is exact, so that a step is between them."""
+    """Either may be half a step of the format from what is exact, so that a step is between them.
+
+    subnormal: what the rounding before may move a value by, however small that is; scale: what divided it, where no factors did.
+    """
     packed = got.dtype == torch.uint8
     step, smallest = (0.5, 0.5) if packed else (2.0**-3, _SMALLEST[got.dtype])
     mine, right = (_e2m1(each) if packed else each.float().double() for each in (got, wanted))
     if factors[0] is None or factors[1] is None:
-        return _apart(name, mine, right, step + slack, smallest, shown=got)
+        beyond = 0.0 if scale is None else (subnormal / scale.double()).nan_to_num_(0.0, posinf=0.0)
+        return _apart(name, mine, right, step + slack, smallest + beyond, shown=got)
     ours, theirs = (_spread(each, mine.shape[-1], size) for each in factors if each is not None)
-    least = torch.maximum(ours, theirs) * smallest
+    least = torch.maximum(ours, theirs) * smallest + subnormal
     return _apart(name, mine * ours, right * theirs, step + slack, least, shown=got)
+
+
+def _step_below_normal(dtype: torch.dtype) -> float:
+    """Below its normal numbers a dtype rounds by a step of fixed size, as those of float16 do."""
+    return float(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
 
 
 def _spread(scales: Tensor, width: int, size: int | None) -> Tensor:
@@ -151,7 +168,9 @@ def _e2m1(bytes_: Tensor) -> Tensor:
     return torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64, device=bytes_.device)[codes]
 
 
-def _ds_mla(cache: Cache, named: Mapping[str, Any], got: Tensor, wanted: Tensor, slack: float) -> Iterator[Apart]:
+def _ds_mla(
+    cache: Cache, named: Mapping[str, Any], got: Tensor, wanted: Tensor, slack: float, subnormal: float
+) -> Iterator[Apart]:
     """The three parts of an entry in `fp8_ds_mla`, see `ops.cache_layout`."""
     latent = named[cache.parts[0]].shape[-1]
     middle = latent + latent // DS_GROUP * 4
@@ -161,7 +180,7 @@ def _ds_mla(cache: Cache, named: Mapping[str, Any], got: Tensor, wanted: Tensor,
 
     mine, right = part(0, latent, torch.float8_e4m3fn)
     ours, theirs = part(latent, middle, torch.float32)
-    yield _quantised(f"the latents in {cache.name}", mine, right, [ours, theirs], DS_GROUP, slack)
+    yield _quantised(f"the latents in {cache.name}", mine, right, [ours, theirs], DS_GROUP, slack, subnormal)
     yield _apart(f"the scales in {cache.name}", ours, theirs, slack, 0.0)
     mine, right = part(middle, None, torch.bfloat16)
     units = NORM_UNITS[torch.bfloat16] * torch.finfo(torch.bfloat16).eps

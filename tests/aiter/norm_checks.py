@@ -10,7 +10,8 @@ from check_tools import EPSILON, FP8, LEADING, pair, random, weight
 from torch import Tensor
 
 from layerfuse.fusion import FUSIONS
-from layerfuse.fusion.declare import Op
+from layerfuse.fusion.declare import Exponents, Op
+from layerfuse.fusion.ops.quantisation import e2m1
 
 OPS: dict[str, Op] = {form.op.name: form.op for fusion in FUSIONS.values() for form in fusion.forms}
 
@@ -74,12 +75,12 @@ def _halves(*leading: int, width: int) -> list[tuple[Tensor, Tensor]]:
 def same_results(found: Any, op: Op, given: list[Any]) -> None:
     """What the reference gives, result for result: exact bytes, scales laid out alike, fp8 to a rounding.
 
-    The reference quantises what it has rounded, and AITER quantises before.
+    The reference quantises what it has rounded, and AITER quantises before: a code of MXFP4 may be the next one, and an exponent off by one.
     """
     expected = op.reference(*given)
     several = [each if isinstance(each, tuple) else (each,) for each in (found, expected)]
     assert len(several[0]) == len(several[1])
-    for one, other in zip(*several, strict=True):
+    for result, one, other in zip(op.results, *several, strict=True):
         assert one.shape == other.shape
         assert one.dtype == other.dtype
         if other.numel() > 1 and 1 not in other.shape:
@@ -90,8 +91,29 @@ def same_results(found: Any, op: Op, given: list[Any]) -> None:
             torch.testing.assert_close(one, other, rtol=2**-8, atol=1e-9)
         elif other.dtype == torch.uint8:
             assert (one != other).sum() <= 2 + other.numel() // 10
+            if isinstance(result, Exponents):
+                assert (one.int() - other.int()).abs().le(1).all()
+            else:
+                scaled = next(place for place, each in enumerate(op.results) if isinstance(each, Exponents))
+                assert_next_codes(one, other, several[0][scaled], several[1][scaled])
         else:
             torch.testing.assert_close(one, other)
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def assert_next_codes(found: Tensor, expected: Tensor, exponents: Tensor, right: Tensor) -> None:
+    """The codes of MXFP4, or the next ones: of what is expected, rounded again where the exponent is the next one too."""
+
+    def counted(codes: Tensor) -> Tensor:
+        """From -7 to 7, so that the next one is one away."""
+        return (codes.int() & 7) * torch.where(codes > 7, -1, 1)
+
+    moved = (right.int() - exponents.int()).repeat_interleave(32, -1)
+    one, other = (counted(torch.stack([each & 15, each >> 4], -1).flatten(-2)) for each in (found, expected))
+    under_found = e2m1(E2M1[other.abs()] * other.sign() * torch.exp2(moved))
+    assert (one - counted(under_found)).abs().le(1).all()
 
 
 def check_op(call: Callable[..., Any], op: str) -> None:

@@ -188,6 +188,18 @@ def test_the_query_latent_quantised_is_that_of_the_dual_norm(backend: str, name:
         assert torch.equal(one.float(), other.float())
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", list(EPS), ids=str)
+def test_a_latent_in_an_entry_is_that_of_the_dual_norm(backend: str, dtype: torch.dtype, offset: float) -> None:
+    """Bit for bit: both kernels multiply by weight and scale in one order."""
+    given, guarded = latents(SMALL, 8, dtype, DEVICE), cache_for("plain", SMALL, dtype)
+    given |= {"q_weight_offset": offset, "kv_weight_offset": offset}
+    write(given, guarded, list(range(8)))
+    dual = ("q", "kv", "q_weight", "kv_weight", "q_epsilon", "kv_epsilon", "q_weight_offset", "kv_weight_offset")
+    _, wanted = ops.mla_dual_rms_norm(**{key: given[key] for key in dual})
+    assert torch.equal(torch.stack([guarded.entry(token).view(dtype)[: SMALL.kv] for token in range(8)]), wanted)
+
+
 def test_the_backends_write_the_same_bytes() -> None:
     """In float32 and without a conversion, where the interpreter rounds as the hardware does."""
     pytest.importorskip("triton")

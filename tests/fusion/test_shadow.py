@@ -227,6 +227,41 @@ def test_what_a_format_rounds_is_no_difference_and_more_is_one(
     assert first(broken)[-1] == tuple(size - 1 for size in broken[-1].shape)
 
 
+SMALL = 3e-7
+"""Of float16, which is a multiple of 2^-24 there: a rounding moves such a value by a tenth of itself."""
+
+
+@pytest.mark.parametrize(
+    ("op", "more", "at_first"),
+    [
+        ("rms_norm_static_quant", (torch.tensor([SMALL / 8]), torch.float8_e4m3fn), SMALL),
+        ("rms_norm_group_quant", (torch.float8_e4m3fn, 64, False, False, False), 1e-3),
+        ("rms_norm_mxfp8_quant", (), 1e-3),
+    ],
+    ids=str,
+)
+def test_below_the_normal_numbers_of_float16_a_rounding_is_a_step_of_fixed_size(
+    op: str, more: tuple[Any, ...], at_first: float
+) -> None:
+    x = torch.randn(16, 320, generator=torch.Generator().manual_seed(0)).half()
+    x[:, ::32] = 1  # so that the largest of a group is normal, and its scale the same
+    weight = torch.full((320,), SMALL)
+    weight[::32] = at_first
+    wanted = declared(op).reference(x, weight, 1e-6, 0.0, *more)
+
+    def values(factor: float) -> Any:
+        """Of a kernel that quantises what it has not rounded."""
+        made = declared(op).reference(x.float(), weight * factor, 1e-6, 0.0, *more)
+        return next(compare(declared(op), (x, weight, 1e-6, 0.0, *more), *map(several, (made, wanted))))
+
+    assert values(1).first is None and values(1).largest > 0
+    assert values(2).first is not None
+
+
+def several(results: Any) -> tuple[torch.Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
 @pytest.mark.parametrize("form", ["plain", "fp8", "fp8_ds_mla"])
 def test_what_an_op_writes_is_compared_and_written_once(standing: Callable[..., None], form: str) -> None:
     name, dtype = "mla_norm_rope_cache", torch.bfloat16

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from toml_samples import GOOD, but, with_class
@@ -20,6 +23,10 @@ from layerfuse.adapters.errors import FactsError
 from layerfuse.adapters.vocabulary import TRANSFORMERS_MLA
 from layerfuse.registry import CatalogError, files
 from layerfuse.registry.errors import MOST_PROBLEMS
+
+sys.path.append(str(ROOT / "tests" / "fuzz"))
+
+from test_fuzz_files import KEYS, held
 
 FULL = files.LARGEST_FILE - 100
 ENTRY = GOOD.replace("models.mine", "models.m%d")
@@ -236,6 +243,17 @@ documents = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=20,
 )
+named = st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=6), documents, max_size=5)
+
+
+@given(
+    st.dictionaries(
+        st.just("models") | st.text(max_size=6), st.dictionaries(st.just("m"), named, max_size=2), max_size=2
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_any_document_gives_entries_or_a_catalog_error(document: dict[str, Any], chance: random.Random) -> None:
+    held(document, chance)
 
 
 @given(st.binary(max_size=200))

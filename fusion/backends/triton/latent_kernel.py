@@ -97,7 +97,7 @@ def _finish_entry(
     KV_CHUNK: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Norm the latent and write the entry, if its slot is one."""
-    result = weighted_by(scaled_by(values, rms_scale(values, KV_WIDTH, KV_EPSILON, 0, 1)), weights, KV_OFFSET)
+    result = scaled_by(weighted_by(values, weights, KV_OFFSET), rms_scale(values, KV_WIDTH, KV_EPSILON, 0, 1))
     result = all_rounded(result, TYPE)
     if (slot >= 0) & (slot < entries):
         page = slot // page_size
