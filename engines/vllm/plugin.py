@@ -332,7 +332,7 @@ def _find_key(compiled: CompiledModule) -> None:
 
 
 def _warm_up(seen: dict[Any, None], untouched: range) -> None:
-    """After the profiling run, which has the most tokens: what is launched in another way for fewer is launched now, but for those of `untouched` steps."""
+    """After the run that is looked at, which has the most tokens: what is launched in another way for fewer is launched now, but for those of `untouched` steps."""
     with _quietly("launching kernels for fewer tokens"):
         from ...fusion.ops.warming import warm_up
 
