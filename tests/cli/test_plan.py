@@ -30,10 +30,10 @@ def test_the_whole_answer_for_kimi_k25(run):
     assert run("plan", "kimi-k2.5", "--tp", 8, "-v").out == KIMI + LAYERS
 
 
-def test_what_one_gets_is_in_the_first_eleven_lines_and_each_reason_once(run):
+def test_what_one_gets_is_in_the_first_twelve_lines_and_each_reason_once(run):
     asked = ["deepseek-v3", "--tp", 8, "--target", "sm90", "--engine", "vllm", "--quant", "none"]
     head, _, notes = run("plan", *asked).out.partition("\n\n[1] ")
-    assert len(head.splitlines()) <= 11
+    assert len(head.splitlines()) <= 12
     assert (
         notes.count("do not quantise what they read, as was said")
         == notes.count("unless switched on: vLLM's compiler merges the two")
@@ -335,7 +335,10 @@ def test_a_quantisation_of_one_role(run):
         (["per_token", "latents=none", "group128"], "--quant per_token and --quant group128 are both of all roles"),
         (["latents="], "--quant latents=: expected how, as --quant latents=group128, or --quant latents=none"),
         ([""], "--quant '': expected how, as --quant group128, or --quant none"),
-        (["qk="], "no role is called 'qk'. Known: input, post_attention, final, latents, output, activation, linear."),
+        (
+            ["qk="],
+            "no role is called 'qk'. Known: input, post_attention, final, latents, output, activation, linear, experts.",
+        ),
         (["=none"], "no role is called ''. Known: input"),
     ],
 )

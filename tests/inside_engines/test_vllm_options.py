@@ -48,10 +48,12 @@ def test_a_gpu_or_a_release_that_no_measurement_names_is_said() -> None:
     assert defaults.measured_elsewhere("sm90", "NVIDIA H200", "0.26.0") is None
     assert defaults.measured_elsewhere("sm90", "NVIDIA H100 80GB HBM3", "0.33.0") is None
     assert defaults.measured_elsewhere("gfx950", "AMD Instinct MI355X", "0.26.0") is None  # nothing is on there
-    for device, release in (("NVIDIA H100 80GB HBM3", "0.26.0"), ("NVIDIA H200", "0.33.0")):
+    assert defaults.measured_elsewhere("sm90", "NVIDIA H200", "0.33.0") is None
+    for device, release in (("NVIDIA H100 80GB HBM3", "0.26.0"), ("NVIDIA H800", "0.33.0")):
         said = defaults.measured_elsewhere("sm90", device, release)
         assert said == (
-            "what is on by default here is what was measured faster with vLLM 0.33.0 on NVIDIA H100 80GB HBM3 and vLLM 0.26.0 on NVIDIA H200; "
+            "what is on by default here is what was measured faster with vLLM 0.33.0 on NVIDIA H100 80GB HBM3 and vLLM 0.33.0 on NVIDIA H200 and "
+            "vLLM 0.26.0 on NVIDIA H200; "
             f"vLLM {release} on {device} was not measured"
         )
 
