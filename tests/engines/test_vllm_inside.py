@@ -267,6 +267,13 @@ def test_scales_that_lie_otherwise_leave_a_product_as_it_was() -> None:
     assert [str(node.target) for node in graph.nodes] == before
 
 
+@pytest.mark.parametrize(("columns", "layerfuses"), [(43 * 128, True), (44 * 128, False)])
+def test_a_large_weight_is_vllms_where_no_plan_says_so(columns: int, layerfuses: bool) -> None:
+    """Of linears that no spec lists: 39.5 and 40.4 million numbers."""
+    weight = torch.empty(7168, columns, dtype=torch.float8_e4m3fn, device="meta")
+    assert inside.is_layerfuses(weight, torch.empty(56, columns // 128, device="meta")) is layerfuses
+
+
 def test_the_op_is_vllms_own_or_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inside.why_not() is None
     with mock.patch.object(KERNELS, "fp8_gemm_nt", _deep_gemm):
