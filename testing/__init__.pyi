@@ -3,8 +3,6 @@ from .contract import AdapterContract as AdapterContract
 from .fusion_contract import FusionContract as FusionContract
 from .fusion_contract import KernelContract as KernelContract
 from .fusion_contract import StepContract as StepContract
-from .mla_decode import MLADecodeLayer as MLADecodeLayer
-from .mla_decode import mla_decode_layer as mla_decode_layer
 from .models import NotBuildableError as NotBuildableError
 from .models import config_of as config_of
 from .models import full_model as full_model

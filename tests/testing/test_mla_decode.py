@@ -7,11 +7,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from mla_decode_layer import mla_decode_layer
 
 from layerfuse import registry
 from layerfuse.adapters import NO_ROPE, MLASpec, RopeSpec
-from layerfuse.adapters.errors import ArgumentError
-from layerfuse.testing import config_of, mla_decode_layer, small_entry
+from layerfuse.testing import config_of, small_entry
 
 PAGE = 4
 
@@ -44,7 +44,7 @@ def test_decoding_gives_what_transformers_attention_gives_at_once(way: str) -> N
     for norm in (attention.q_a_layernorm, attention.kv_a_layernorm):
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     spec = registry.spec_for(attention)
-    layer = mla_decode_layer(spec, pages=8, page_size=PAGE, dtype=torch.float32, way=way).load(attention.state_dict())
+    layer = mla_decode_layer(spec, pages=8, page_size=PAGE, way=way).load(attention.state_dict())
     hidden = torch.randn(2, 10, config.hidden_size)
     rotary = source.DeepseekV3RotaryEmbedding(config)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_the_ways_agree(way: str, rope: RopeSpec) -> None:
     spec, hidden = small_spec(rope=rope), torch.randn(2, 6, 128)
     outputs = []
     for one in ("plain", way):
-        layer = mla_decode_layer(spec, pages=4, page_size=PAGE, dtype=torch.float32, way=one)
+        layer = mla_decode_layer(spec, pages=4, page_size=PAGE, way=one)
         with torch.no_grad():
             outputs.append((decoded(layer, hidden), layer.cache))
     for one, other in zip(*outputs, strict=True):
@@ -74,9 +74,9 @@ def test_the_ways_agree(way: str, rope: RopeSpec) -> None:
 @pytest.mark.parametrize("way", ["plain", "ops"])
 def test_an_fp8_query_is_attended_with_by_its_scale(way: str) -> None:
     spec, hidden = small_spec(), torch.randn(2, 6, 128)
-    exact = mla_decode_layer(spec, pages=4, page_size=PAGE, dtype=torch.float32)
+    exact = mla_decode_layer(spec, pages=4, page_size=PAGE)
     fp8 = {"query_dtype": torch.float8_e4m3fn, "way": way}
-    rounded = mla_decode_layer(spec, pages=4, page_size=PAGE, dtype=torch.float32, **fp8)
+    rounded = mla_decode_layer(spec, pages=4, page_size=PAGE, **fp8)
     rounded.query_scale.fill_(0.02)
     with torch.no_grad():
         wanted, got = decoded(exact, hidden), decoded(rounded, hidden)
@@ -87,8 +87,8 @@ def test_an_fp8_query_is_attended_with_by_its_scale(way: str) -> None:
 @pytest.mark.parametrize(("cache", "step"), [("fp8", 0.06), ("fp8_ds_mla", 0.06)])
 def test_an_fp8_cache_is_attended_to_with_its_scales(cache: str, step: float) -> None:
     spec, hidden = small_spec(), torch.randn(2, 6, 128)
-    exact = mla_decode_layer(spec, pages=4, page_size=PAGE, dtype=torch.float32)
-    rounded = mla_decode_layer(spec, pages=4, page_size=PAGE, dtype=torch.float32, cache=cache, way="ops")
+    exact = mla_decode_layer(spec, pages=4, page_size=PAGE)
+    rounded = mla_decode_layer(spec, pages=4, page_size=PAGE, cache=cache, way="ops")
     rounded.cache_scale.fill_(0.02)
     with torch.no_grad():
         wanted, got = decoded(exact, hidden), decoded(rounded, hidden)
@@ -97,25 +97,10 @@ def test_an_fp8_cache_is_attended_to_with_its_scales(cache: str, step: float) ->
 
 def test_a_cache_without_pages_and_a_query_without_a_latent() -> None:
     spec, hidden = small_spec(q_lora_rank=None, q_norm=None), torch.randn(3, 128)
-    layer = mla_decode_layer(spec, pages=8, page_size=None, dtype=torch.float32)
+    layer = mla_decode_layer(spec, pages=8, page_size=None)
     slots = torch.tensor([5, 0, 2])
     with torch.no_grad():
         out = layer(hidden, torch.zeros(3, dtype=torch.int64), slots, slots[:, None], torch.ones(3, dtype=torch.int64))
     # Alone in its sequence, a token attends to its own latent.
     latent = layer.cache[slots, : spec.kv_lora_rank][:, None].expand(-1, spec.num_local_heads, -1)
     torch.testing.assert_close(out, layer.projected(latent), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "says"),
-    [
-        ({"rope": None}, {}, "does not say how its rope turns"),
-        ({"q_lora_rank": None, "q_norm": None}, {"way": "ops"}, "this layer has none"),
-        ({}, {"way": "fast"}, "got 'fast', 'plain'"),
-        ({}, {"cache": "fp8_ds_mla"}, "take the way 'ops'"),
-        ({}, {"query_dtype": torch.float8_e4m3fn, "way": "buffer"}, "take the way 'ops'"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(changes: dict[str, Any], options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ArgumentError, match=says):
-        mla_decode_layer(small_spec(**changes), pages=2, **options)

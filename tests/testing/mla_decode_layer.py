@@ -1,4 +1,4 @@
-"""A small, plain MLA layer that decodes over a paged cache, from a spec: what tests and benchmarks hold the fused ops to.
+"""A small, plain MLA layer that decodes over a paged cache, from a spec: what the fused ops are held to.
 
 It is the absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): the query is taken into the latent's columns, attends to
 the latents in the cache themselves, and what comes out is taken to the values. One token per sequence.
@@ -11,12 +11,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..adapters.errors import ArgumentError
-from ..adapters.specs import MLASpec, NormSpec
-from ..fusion import ops
-from ..fusion.ops.cache_layout import entry_width
-from ..fusion.ops.quantisation import LARGEST
-from ..fusion.ops.rope import read_entries
+from layerfuse.adapters.specs import MLASpec, NormSpec
+from layerfuse.fusion import ops
+from layerfuse.fusion.ops.cache_layout import entry_width
+from layerfuse.fusion.ops.quantisation import LARGEST
+from layerfuse.fusion.ops.rope import read_entries
 
 WAYS = ("plain", "ops", "buffer", "absorb")
 """How a layer does what stands between its GEMMs. plain: in plain torch. ops: by `mla_norm_rope_cache` and `mla_query_concat`.
@@ -214,52 +213,20 @@ def mla_decode_layer(
     page_size: int | None = 64,
     cache: str = "plain",
     way: str = "plain",
-    positions: int = 4096,
-    theta: float = 10000.0,
-    dtype: torch.dtype = torch.bfloat16,
     query_dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
 ) -> MLADecodeLayer:
-    """A layer with random weights and an empty cache.
+    """A layer in float32 with random weights, always the same, and an empty cache.
 
-    Args:
-        spec: of the layer, on this rank.
-        pages: of the cache; slots where `page_size` is None.
-        page_size: tokens of a page; None: a cache without pages.
-        cache: a word of `CACHES`, see `fusion.ops.cache_layout`.
-        way: a word of `WAYS`.
-        positions: rows of the table of cos and sin.
-        theta: the rope's base.
-        dtype: of weights and activations.
-        query_dtype: of what the attention kernel is given: `dtype` unless an fp8 one is given.
-        device: of everything.
-        seed: of the weights. The global random state is left as it was.
-
-    Raises:
-        ArgumentError: a spec that does not say its rope, or a way or a cache that does not go with it.
+    `cache` is a word of `CACHES`, `way` one of `WAYS`. `pages` counts slots where `page_size` is None. `query_dtype`: of what the attention
+    kernel is given, where it is an fp8 one.
     """
-    if spec.rope is None:
-        raise ArgumentError("mla_decode_layer: the spec does not say how its rope turns; give it a RopeSpec")
-    if way not in WAYS or cache not in CACHES:
-        raise ArgumentError(
-            f"mla_decode_layer: expected a way of {WAYS} and a cache of {tuple(CACHES)}, got {way!r}, {cache!r}"
-        )
-    if way != "plain" and spec.q_norm is None:
-        raise ArgumentError(
-            f"mla_decode_layer: the way {way!r} norms a query latent, and this layer has none (q_lora_rank None)"
-        )
-    if way == "plain" and cache == "fp8_ds_mla":
-        raise ArgumentError("mla_decode_layer: fp8_ds_mla is written by the ops; take the way 'ops'")
-    if way == "buffer" and query_dtype in LARGEST:
-        raise ArgumentError("mla_decode_layer: no GEMM quantises into the query's columns; take the way 'ops'")
+    assert spec.rope is not None
     width = entry_width(cache, spec.kv_lora_rank, spec.qk_rope_head_dim)
     shape = (pages, width) if page_size is None else (pages, page_size, width)
     half = torch.arange(0, spec.qk_rope_head_dim, 2).double() / max(spec.qk_rope_head_dim, 1)
-    angles = torch.arange(positions).double()[:, None] * theta**-half
+    angles = torch.arange(4096).double()[:, None] * 10000.0**-half
     table = torch.cat([angles.cos(), angles.sin()], -1) * spec.rope.attention_scaling
-    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        held = torch.zeros(shape, dtype=torch.float32, device=device).to(CACHES[cache] or dtype)
-        return MLADecodeLayer(spec, held, table.float().to(device), way, dtype, query_dtype or dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        held = torch.zeros(shape).to(CACHES[cache] or torch.float32)
+        return MLADecodeLayer(spec, held, table.float(), way, torch.float32, query_dtype or torch.float32)
