@@ -21,7 +21,6 @@ from torch import Tensor
 from layerfuse.bench.files import save
 from layerfuse.bench.timing import Graph, time_graphs
 from layerfuse.fusion import ops
-from layerfuse.fusion.backends.triton import experts as launches
 from layerfuse.fusion.ops.experts import block_scaled_experts as reference
 
 
@@ -104,7 +103,7 @@ def _vllms(held: Held) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return lambda x, router, ids: fused_experts(x, held.w13, held.w2, router, ids, quant_config=config)
 
 
-def measured(mixture: Mixture, held: Held, tokens: int, rounds: int, speed: float, shapes: list[Any]) -> dict[str, Any]:
+def measured(mixture: Mixture, held: Held, tokens: int, rounds: int, speed: float) -> dict[str, Any]:
     """Entrant -> microseconds and error; the floor."""
     torch.manual_seed(tokens)
     x = torch.randn(tokens, mixture.width, device="cuda").bfloat16()
@@ -115,7 +114,6 @@ def measured(mixture: Mixture, held: Held, tokens: int, rounds: int, speed: floa
     many = sum(len(ids.unique()) for _, ids in routes) / CALLS
     graphs: dict[str, Graph] = {}
     problems: dict[str, str] = {}
-    own = launches.shape_of
 
     def enter(name: str, call: Callable[..., Tensor]) -> None:
         try:
@@ -131,10 +129,6 @@ def measured(mixture: Mixture, held: Held, tokens: int, rounds: int, speed: floa
     except ImportError as problem:
         problems[VLLM] = str(problem)
     enter(OURS, lambda router, ids: _ours(x, held, router, ids))
-    for shape in shapes:
-        launches.shape_of = lambda *_, shape=shape: shape
-        enter(" ".join(map(str, shape)), lambda router, ids: _ours(x, held, router, ids))
-    launches.shape_of = own
     found: dict[str, Any] = {
         "floor": many * mixture.width * mixture.inner * 3 / speed, "experts": many, "problems": problems,
         "us": {}, "error": {},
@@ -149,32 +143,12 @@ def measured(mixture: Mixture, held: Held, tokens: int, rounds: int, speed: floa
     return found
 
 
-UPS = (
-    (64, 3, 4), (64, 2, 4), (64, 4, 4), (64, 3, 8), (64, 7, 8), (32, 3, 2), (32, 4, 2), (32, 6, 2), (64, 3, 2), (32, 3, 4), (32, 7, 4),
-)  # fmt: skip
-"""As the first three fields of `Shape`."""
-DOWNS = (
-    (128, 1, 2, 4), (64, 1, 2, 2), (64, 1, 2, 4), (64, 2, 4, 2), (64, 2, 2, 2), (128, 2, 2, 4), (128, 2, 4, 8), (32, 2, 4, 2), (32, 4, 4, 2),
-    (64, 4, 2, 2), (128, 4, 4, 8),
-)  # fmt: skip
-"""As its others."""
-
-
-def searched(tokens: int, inner: int) -> list[launches.Shape]:
-    """Ways to share the products out, to choose from."""
-    own = launches.shape_of(tokens, inner)
-    downs = [(tile, each, min(batch, each * inner // 128), warps) for tile, each, batch, warps in DOWNS]
-    several = [(*up, *own[3:]) for up in UPS] + [(*own[:3], *down) for down in downs]
-    return [launches.Shape(*each) for each in dict.fromkeys(several)]
-
-
 def main() -> int:
     """Time vLLM's kernels and layerfuse's, in microseconds."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--mixtures", default="0,1,2", help=f"places in {', '.join(MIXTURES)}")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--search", action="store_true", help="other ways to share the products out too")
     parser.add_argument("--limit", type=float, default=150, help="seconds after which no further case is begun")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -192,8 +166,7 @@ def main() -> int:
             if time.monotonic() - begun > given.limit:
                 print(f"out of time before {name}, {tokens} tokens")
                 break
-            shapes = searched(tokens, mixture.inner) if given.search else []
-            row = rows["tokens"][tokens] = measured(mixture, held, tokens, given.rounds, speed, shapes)
+            row = rows["tokens"][tokens] = measured(mixture, held, tokens, given.rounds, speed)
             wrong |= OURS in row["problems"]
             times = sorted(row["us"].items(), key=lambda each: each[1][0])
             said = ", ".join(f"{entrant} {us[0]:.1f}" for entrant, us in times[:12])

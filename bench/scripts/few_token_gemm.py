@@ -1,7 +1,7 @@
 """Products with few tokens, where a GEMM waits for its weights: layerfuse's linears beside what engines call.
 
 In fp8 with blocks of 128 x 128 these are `group_quant_linear` and `block_scaled_linear`, with --bfloat16 `few_token_linear`, with --channels
-`scaled_linear` of fp8 with a scale per token and per column of the product; --search tries more ways to share out the last two. Shapes are the
+`scaled_linear` of fp8 with a scale per token and per column of the product. Shapes are the
 five linears of a rank of eight of DeepSeek-V3, then the four of Qwen3-4B, then the four of a rank of four of Llama-3.3-70B. Each entrant multiplies with so many weights in turn, in one CUDA
 graph, that none is in the L2 cache. With "in front" the activations come in bfloat16 and the entrant's engine quantises them first.
 Where launches overlap, the kernel in front is the same product with another weight, which lets the next one start.
@@ -15,10 +15,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -64,18 +62,6 @@ SHAPES = (
 """Columns and depth: q_a and kv_a, q_b, o, gate and up, down of DeepSeek-V3; q, k and v, o, gate and up, down of Qwen3-4B, and of Llama-3.3-70B; then
 large ones of DeepSeek-V3 and Qwen3-32B over fewer ranks."""
 OF_BLOCKS, OF_CHANNELS = "0,1,2,3,4", "9,10,11,12"
-SEARCHED = (
-    (64, 256, 2, 2, 4), (64, 128, 3, 3, 4), (64, 128, 4, 4, 4), (64, 128, 5, 3, 4), (64, 128, 5, 5, 4), (64, 512, 1, 1, 4), (64, 256, 2, 2, 8), (128, 128, 2, 2, 8),
-    (64, 128, 3, 3, 2), (64, 128, 2, 2, 2), (64, 64, 3, 3, 2), (64, 64, 4, 4, 2), (32, 128, 4, 4, 2), (64, 256, 1, 1, 2),
-)  # fmt: skip
-"""Of `linear.plain_shape`: columns of a program, of a group, groups, those on their way at once, warps."""
-SEARCHED_CHANNELS = {
-    8: ((64, 128, 3, 3, 2), (64, 128, 4, 4, 2), (64, 128, 8, 3, 2), (64, 128, 8, 4, 2), (64, 128, 16, 4, 2), (64, 256, 2, 2, 2), (64, 256, 4, 2, 2),
-        (32, 256, 4, 4, 2), (64, 128, 8, 8, 4)),
-    16: ((64, 128, 4, 4, 4), (64, 128, 8, 4, 4), (64, 128, 8, 8, 4), (64, 128, 16, 4, 4), (64, 256, 4, 2, 4), (128, 128, 4, 4, 8), (128, 128, 8, 4, 8),
-         (64, 128, 8, 3, 2)),
-}  # fmt: skip
-"""The same of `scaled_linear`, by the tokens that a kernel is compiled for."""
 TOKENS = (1, 8, 16, 64)
 BLOCK = 128
 """Columns of an activation's scale, and both sides of a weight's (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
@@ -232,20 +218,16 @@ def _peer_calls(name: str, in_front: bool, x: Tensor, weights: list[Weight]) -> 
     return [partial(multiply, *given, *weight) for weight in loaded]
 
 
-def plain_entrants(
-    names: Sequence[str], x: Tensor, weights: list[Tensor], search: bool
-) -> Iterator[tuple[str, Callable[[], Calls]]]:
+def plain_entrants(names: Sequence[str], x: Tensor, weights: list[Tensor]) -> Iterator[tuple[str, Callable[[], Calls]]]:
     """As `entrants`, of weights in bfloat16."""
     yield CUBLAS, lambda: [partial(torch.nn.functional.linear, x, weight) for weight in weights]
     if any("vLLM" in name for name in names) and len(x) <= MOST:
         yield "vLLM fused_a_gemm", lambda: [partial(_fused_a, x, weight) for weight in weights]
     yield OURS[0], lambda: [partial(ops.few_token_linear, x, weight, steady=True) for weight in weights]
-    for shape in SEARCHED if search and len(x) <= MOST else ():
-        yield _named(shape), lambda shape=shape: [partial(_shared_out, shape, x, weight) for weight in weights]
 
 
 def channel_entrants(
-    names: Sequence[str], x: Tensor, weights: list[Weight], search: bool
+    names: Sequence[str], x: Tensor, weights: list[Weight]
 ) -> Iterator[tuple[str, Callable[[], Calls]]]:
     """As `entrants`, of weights with a scale per column of the product."""
     for name in names:
@@ -257,27 +239,11 @@ def channel_entrants(
     given = ops.quantise_per_token(x)
     yield OURS[0], lambda: [partial(ops.scaled_linear, *given, *weight, steady=True) for weight in weights]
     yield OURS[2], lambda: [partial(_quantised_in_front, x, weight) for weight in weights]
-    several = next(each for most, each in SEARCHED_CHANNELS.items() if len(x) <= most) if search else ()
-    for shape in several:
-        yield _named(shape), lambda shape=shape: [partial(_shared_channels, shape, given, weight) for weight in weights]
 
 
 def _quantised_in_front(x: Tensor, weight: Weight) -> Tensor:
     found: Tensor = ops.scaled_linear(*ops.quantise_per_token(x), *weight, steady=True)
     return found
-
-
-def _shared_channels(shape: tuple[int, ...], given: tuple[Tensor, ...], weight: Weight) -> Tensor:
-    from layerfuse.fusion.backends.triton import linear
-
-    with mock.patch.object(linear, "scaled_shape_of", lambda _, depth, __: linear.plain_shape(depth, *shape)):
-        found: Tensor = ops.scaled_linear(*given, *weight, steady=True)
-        return found
-
-
-def _named(shape: tuple[int, ...]) -> str:
-    tile, block, groups, held, warps = shape
-    return f"{tile} columns, {groups} x {block}, {held} at once, {warps} warps"
 
 
 def _fused_a(x: Tensor, weight: Tensor) -> Tensor:
@@ -286,14 +252,6 @@ def _fused_a(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     dsv3_fused_a_gemm(out, x, weight.T)
     return out
-
-
-def _shared_out(shape: tuple[int, ...], x: Tensor, weight: Tensor) -> Tensor:
-    from layerfuse.fusion.backends.triton import linear
-
-    with mock.patch.object(linear, "plain_shape_of", lambda _, depth, __: linear.plain_shape(depth, *shape)):
-        found: Tensor = ops.few_token_linear(x, weight, steady=True)
-        return found
 
 
 def dequantised(values: Tensor, scales: Tensor, rows_per_scale: int) -> Tensor:
@@ -370,12 +328,11 @@ def compared(several: Iterable[tuple[str, Callable[[], Calls]]], right: Tensor, 
             graphs.pop(name, None)
             rows[name] = Row(problem=said(problem))
     reference = next((first[name] for name in (CUTLASS, CUBLAS, SCALED_MM) if name in first), None)
-    searched = {_named(shape) for shape in (*SEARCHED, *chain.from_iterable(SEARCHED_CHANNELS.values()))}
     for name, timing in time_graphs(graphs, rounds).items():
         got = torch.stack(graphs[name].results)  # type: ignore[arg-type]
         error = relative_error(got, right)
         problem = f"off by {error:.3g}" if error > MOST_ERROR else ""
-        if (name in OURS or name in searched) and not torch.equal(got, first[name]):
+        if name in OURS and not torch.equal(got, first[name]):
             problem = "replays differ"
         away = None if reference is None else float((got.float() - reference.float()).abs().max())
         error = error if math.isfinite(error) else None
@@ -427,11 +384,11 @@ def measured(given: argparse.Namespace) -> int:
         if given.bfloat16:
             weights = [(torch.randn(columns, depth, device="cuda") * depth**-0.5).bfloat16() for _ in range(count)]
             right = torch.stack([x.double() @ weight.double().t() for weight in weights])
-            enter = partial(plain_entrants, names, weights=weights, search=given.search)
+            enter = partial(plain_entrants, names, weights=weights)
         elif given.channels:
             weights = [drawn_channels(columns, depth, "cuda") for _ in range(count)]
             right = right_channels(x, weights)
-            enter = partial(channel_entrants, names, weights=weights, search=given.search)
+            enter = partial(channel_entrants, names, weights=weights)
         else:
             weights = [drawn(columns, depth, "cuda") for _ in range(count)]
             right = right_results(*quantised(x), weights)
@@ -461,7 +418,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--bfloat16", action="store_true", help="weights in bfloat16, beside cuBLAS")
     parser.add_argument("--channels", action="store_true", help="fp8 with a scale per token and per column")
-    parser.add_argument("--search", action="store_true", help="of these two: more ways to share out a product")
     parser.add_argument("--shapes", help=f"places in {SHAPES}; else {OF_BLOCKS}, with --channels {OF_CHANNELS}")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="up to 64")
     parser.add_argument("--peers", default="vLLM,DeepGEMM,FlashInfer,torch", help="parts of names; empty: none")
