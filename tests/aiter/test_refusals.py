@@ -200,89 +200,7 @@ def test_more_dimensions_cannot_reach_a_kernel_that_takes_the_width_from_dimensi
         )  # up to three dimensions; the stand-in fails on any but two
 
 
-def _gated(width: int, heads: int = 3) -> tuple[object, ...]:
-    return random(2, heads, width), random(2, heads, width), weight(width), EPSILON
-
-
 WRONG_CALLS = {
-    "a weight of another dtype": (
-        "add_rms_norm",
-        lambda call: call(random(2, 256), random(2, 256), weight(256).float(), EPSILON, 0.0),
-        "weight is torch.float32, the activations torch.bfloat16",
-    ),
-    "a residual of another dtype": (
-        "add_rms_norm",
-        lambda call: call(random(2, 256), random(2, 256).float(), weight(256), EPSILON, 0.0),
-        "residual must be like x",
-    ),
-    "a residual of another shape": (
-        "add_rms_norm",
-        lambda call: call(random(2, 256), random(1, 256), weight(256), EPSILON, 0.0),
-        "residual must be like x",
-    ),
-    "an offset that gemma_norm does not mean": (
-        "add_rms_norm",
-        lambda call: call(random(2, 256), random(2, 256), weight(256), EPSILON, 0.5),
-        "weight_offset 0.5: 1 is the only other offset",
-    ),
-    "a gate without a kernel": (
-        "gated_rms_norm_group_quant.triton",
-        lambda call: call(*_gated(128), 0.0, "relu", True, FP8, 128, False, False, False),
-        "activation one of silu, sigmoid",
-    ),
-    "a gate that is not built in": (
-        "gated_rms_norm_group_quant",
-        lambda call: call(*_gated(128), 0.0, "sigmoid", True, FP8, 128, False, False, False),
-        "it gates with silu behind the norm",
-    ),
-    "a gate before the norm": (
-        "gated_rms_norm_per_token_quant",
-        lambda call: call(*_gated(128), 0.0, "silu", False, FP8, False),
-        "it gates with silu behind the norm",
-    ),
-    "heads of another width": (
-        "gated_rms_norm_group_quant",
-        lambda call: call(*_gated(64), 0.0, "silu", True, FP8, 64, False, False, False),
-        r"x must be \(..., heads, 128\)",
-    ),
-    "too many heads": (
-        "gated_rms_norm_per_token_quant",
-        lambda call: call(*_gated(128, heads=130), 0.0, "silu", True, FP8, False),
-        "130 heads",
-    ),
-    "an offset that Triton's norms do not know": (
-        "add_rms_norm_static_quant",
-        lambda call: call(random(2, 256), random(2, 256), weight(256), EPSILON, 1.0, torch.ones(1), FP8),
-        "has no such option",
-    ),
-    "two offsets": (
-        "mla_dual_rms_norm_group_quant",
-        lambda call: call(
-            *(random(2, 256), random(2, 256), weight(256), weight(256), EPSILON, EPSILON, 1.0, 0.0),
-            *(FP8, 128, False, False, False),
-        ),
-        "weight offsets 1.0 and 0.0",
-    ),
-    "a limit of nothing": (
-        "silu_mul_group_quant.clamp",
-        lambda call: call(random(2, 128), random(2, 128), 0.0, FP8, 128, False, False, False),
-        "AITER takes limits above 0",
-    ),
-    "a limit that the function has not": (
-        "silu_mul_static_quant",
-        lambda call: call(random(2, 128), random(2, 128), 7.0, torch.ones(1), FP8),
-        "limit 7.0: this function of AITER's has no such option",
-    ),
-    "column-major scales that it does not write": (
-        "silu_mul_group_quant.triton",
-        lambda call: call(random(2, 128), random(2, 128), float("inf"), FP8, 64, True, False, False),
-        "column_major=True",
-    ),
-    "groups that do not divide": (
-        "silu_mul_group_quant.triton",
-        lambda call: call(random(2, 192), random(2, 192), float("inf"), FP8, 128, False, False, False),
-        "groups of 128 in 192 columns",
-    ),
     "indices in int64": (
         "mla_metadata",
         lambda call: call(*[torch.zeros(2, dtype=torch.int64)] * 3, 16, 1, True, {}),
@@ -292,16 +210,6 @@ WRONG_CALLS = {
         "mla_metadata",
         lambda call: call(*[torch.zeros(2, dtype=torch.int32)] * 3, 16, 1, True, {}, page_size=3),
         "powers of two only",
-    ),
-    "an offset for the grouped all-reduce": (
-        "all_reduce_add_rms_norm_group_quant",
-        lambda call: call(*[random(2, 512)] * 2, weight(512), EPSILON, "0", 1.0, FP8, 128, False, False, False),
-        "has no such option",
-    ),
-    "a residual that does not fit an all-reduce": (
-        "all_reduce_add_rms_norm",
-        lambda call: call(random(2, 512), random(3, 512), weight(512), EPSILON, "0", 0.0),
-        "residual must be like x",
     ),
 }
 

@@ -20,18 +20,14 @@ from ...ops.groups import summed
 from . import communicators
 from .resolved import Resolved
 from .stages import Kind, stages
-from .tensors import flat_like, gemma_of, no_offset, packed_rows, same_shape, scales_of, vector
+from .tensors import flat_like, gemma, packed_rows, scales_of, vector
 
 
 def norm(found: Resolved) -> Callable[..., Any]:
     """`all_reduce_add_rms_norm(x, residual, weight, epsilon, group, weight_offset) -> (normed, residual_out)`.
 
     x: (..., width), this rank's part of the sum; residual: like x. All ranks of the group make the call.
-
-    Raises:
-        AiterCallError: an offset the build does not know, or a weight or residual that does not fit.
     """
-    gemma = gemma_of(found)
 
     def given(x: Tensor, offset: float) -> Given:
         return gemma(offset), None, lambda out, summed: (out.view(x.shape), summed.view(x.shape))
@@ -40,12 +36,7 @@ def norm(found: Resolved) -> Callable[..., Any]:
 
 
 def norm_pad(found: Resolved) -> Callable[..., Any]:
-    """`all_reduce_add_rms_norm_pad(x, residual, weight, epsilon, group, weight_offset, padded_width)`.
-
-    Raises:
-        AiterCallError: as above.
-    """
-    gemma = gemma_of(found)
+    """`all_reduce_add_rms_norm_pad(x, residual, weight, epsilon, group, weight_offset, padded_width)`."""
 
     def given(x: Tensor, offset: float, padded_width: int) -> Given:
         options, shape = {**gemma(offset), "out_hidden_dim": padded_width}, (*x.shape[:-1], padded_width)
@@ -55,12 +46,7 @@ def norm_pad(found: Resolved) -> Callable[..., Any]:
 
 
 def per_token(found: Resolved) -> Callable[..., Any]:
-    """`all_reduce_add_rms_norm_per_token_quant[_with_norm](x, ..., weight_offset, dtype, use_ue8m0)`.
-
-    Raises:
-        AiterCallError: as above.
-    """
-    gemma = gemma_of(found)
+    """`all_reduce_add_rms_norm_per_token_quant[_with_norm](x, ..., weight_offset, dtype, use_ue8m0)`."""
     kept = {"post_per_token_quant": True, **({"emit_bf16": True} if found.binding.keeps_norm else {})}
 
     def given(x: Tensor, offset: float, *_: Any) -> Given:
@@ -70,14 +56,9 @@ def per_token(found: Resolved) -> Callable[..., Any]:
 
 
 def per_group(found: Resolved) -> Callable[..., Any]:
-    """`all_reduce_add_rms_norm_group_quant[_with_norm](x, ..., weight_offset, dtype, group_size, column_major, ...)`.
+    """`all_reduce_add_rms_norm_group_quant[_with_norm](x, ..., weight_offset, dtype, group_size, column_major, ...)`."""
 
-    Raises:
-        AiterCallError: any offset, or a weight or residual that does not fit.
-    """
-
-    def given(x: Tensor, offset: float, _dtype: torch.dtype, group_size: int, column_major: bool, *_: Any) -> Given:
-        no_offset(found.name, offset)
+    def given(x: Tensor, _offset: float, _dtype: torch.dtype, group_size: int, column_major: bool, *_: Any) -> Given:
         options = {"group_size": group_size, "emit_bf16": found.binding.keeps_norm}
         if column_major:
             options["transpose_scale"] = True
@@ -110,7 +91,7 @@ def _kernel(found: Resolved, kind: Kind) -> _Run:
 
     That follows from shapes, and from what the communicators of all ranks have in common: all ranks decide alike.
     """
-    name, method, releases = found.name, found.function, found.releases
+    method, releases = found.function, found.releases
 
     def run(
         x: Tensor,
@@ -121,8 +102,6 @@ def _kernel(found: Resolved, kind: Kind) -> _Run:
         padded_width: int | None,
         options: dict[str, Any],
     ) -> tuple[Tensor, ...] | None:
-        same_shape(name, "residual", residual, x)
-        weight = vector(name, "weight", weight, x)
         ranks, gate = communicators.ready(group, x.device)
         if ranks is None:
             return None
@@ -141,7 +120,7 @@ def _kernel(found: Resolved, kind: Kind) -> _Run:
             ranks,
             inp=flat,
             res_inp=packed_rows(residual),
-            w=weight,
+            w=vector(weight),
             eps=epsilon,
             registered=registered,
             use_1stage=stage == 1,

@@ -12,17 +12,13 @@ import torch
 from torch import Tensor
 
 from ...ops.quantisation import LARGEST, SMALLEST_AMAX, round_up_to_power_of_two
-from .errors import AiterCallError
 from .resolved import Resolved
-from .tensors import dense, flat, flat_like, no_offset, same_shape, scale_buffer, scales_of, vector
+from .tensors import dense, flat, flat_like, scale_buffer, scales_of, vector
 
 Pair = tuple[Tensor, Tensor]
 Gated = Callable[..., Pair]
 """`(x, gate, weight, epsilon, weight_offset, activation, norm_before_gate, dtype, ...)`, in the order of the op: then `use_ue8m0`, or
 `group_size, column_major, tma_aligned, use_ue8m0`."""
-
-GATES = ("silu", "sigmoid")
-"""AITER's Triton function also accepts other words, and then does not gate, without an error."""
 
 FLOORS = {
     (dtype, ue8m0): float(round_up_to_power_of_two(torch.tensor(floor)) if ue8m0 else floor)
@@ -33,11 +29,7 @@ FLOORS = {
 
 
 def hip_group(found: Resolved) -> Gated:
-    """`gated_rms_norm_group_quant`, for heads of 128 columns: one scale per head.
-
-    Raises:
-        AiterCallError: another shape, gate or order, dtypes that differ, or a weight offset.
-    """
+    """`gated_rms_norm_group_quant`, for heads of 128 columns: one scale per head."""
     run = _hip(found)
 
     def call(*given: Any) -> Pair:
@@ -50,18 +42,12 @@ def hip_group(found: Resolved) -> Gated:
 
 
 def hip_per_token(found: Resolved) -> Gated:
-    """`gated_rms_norm_per_token_quant`, for at most 128 heads of 128 columns.
-
-    Raises:
-        AiterCallError: as `hip_group`, or more heads.
-    """
+    """`gated_rms_norm_per_token_quant`, for at most 128 heads of 128 columns."""
     run = _hip(found)
 
     def call(*given: Any) -> Pair:
         *norm, dtype, _ue8m0 = given
         x = given[0]
-        if x.shape[-2] > 128:
-            raise AiterCallError(found.name, f"{x.shape[-2]} heads: AITER's kernel covers at most 128")
         scale = x.new_empty(x.shape[:-2].numel(), dtype=torch.float32)
         out = run(norm, dtype, scale)
         return out, scale.view(*x.shape[:-2], 1)
@@ -71,16 +57,19 @@ def hip_per_token(found: Resolved) -> Gated:
 
 def _hip(found: Resolved) -> Callable[..., Tensor]:
     """From the norm, the dtype and a buffer for the scales to the values: (..., heads * 128)."""
-    name, function = found.name, found.function
+    function = found.function
 
     def run(norm: list[Any], dtype: torch.dtype, scale: Tensor, **options: Any) -> Tensor:
-        x, gate, weight, epsilon, weight_offset, activation, norm_before_gate = norm
-        no_offset(name, weight_offset)
-        _check(name, x, gate, weight, activation, norm_before_gate)
+        x, gate, weight, epsilon, *_built_in = norm
         out = torch.empty((*x.shape[:-2], x.shape[-2] * x.shape[-1]), dtype=dtype, device=x.device)
-        weight = vector(name, "weight", weight, x)
         function(
-            out=flat_like(out), scale=scale, x=_heads(x), z=_heads(gate), weight=weight, epsilon=epsilon, **options
+            out=flat_like(out),
+            scale=scale,
+            x=_heads(x),
+            z=_heads(gate),
+            weight=vector(weight),
+            epsilon=epsilon,
+            **options,
         )
         return out
 
@@ -92,23 +81,12 @@ def triton_group(found: Resolved) -> Gated:
 
     The bounds and the floor of the scales are layerfuse's own; left alone, AITER takes 224 for e4m3fnuz here and 240
     elsewhere.
-
-    Raises:
-        AiterCallError: a gate that AITER would leave out without an error, column-major scales, or a weight offset.
     """
-    name, function = found.name, found.function
+    function = found.function
 
     def call(*given: Any) -> Pair:
-        x, gate, weight, epsilon, weight_offset, activation, norm_before_gate, dtype, *quantisation = given
-        group_size, column_major, _tma_aligned, use_ue8m0 = quantisation
-        no_offset(name, weight_offset)
-        same_shape(name, "gate", gate, x)
-        if activation not in GATES or column_major or x.dim() < 2:
-            raise AiterCallError(
-                name,
-                f"x must be (..., heads, width), activation one of {', '.join(GATES)} and scales row-major; got "
-                f"{tuple(x.shape)}, {activation!r}, column_major={column_major}",
-            )
+        x, gate, weight, epsilon, _weight_offset, activation, norm_before_gate, dtype, *quantisation = given
+        group_size, _column_major, _tma_aligned, use_ue8m0 = quantisation
         leading, width = x.shape[:-2], x.shape[-2] * x.shape[-1]
         largest = LARGEST[dtype]
         out, scales = function(
@@ -129,16 +107,6 @@ def triton_group(found: Resolved) -> Gated:
         return out.view(*leading, width), scales.view(*leading, width // group_size)
 
     return call
-
-
-def _check(name: str, x: Tensor, gate: Tensor, weight: Tensor, activation: str, norm_before_gate: bool) -> None:
-    if x.dim() < 2 or x.shape[-1] != 128 or weight.shape != x.shape[-1:]:
-        raise AiterCallError(
-            name, f"x must be (..., heads, 128) with a weight of (128,), got {tuple(x.shape)} and {tuple(weight.shape)}"
-        )
-    same_shape(name, "gate", gate, x)
-    if activation != "silu" or not norm_before_gate:
-        raise AiterCallError(name, f"it gates with silu behind the norm; got {activation!r}, {norm_before_gate=}")
 
 
 def _heads(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import norm_quant
 from .resolved import Resolved
 from .signatures import Norm, Results, norms
-from .tensors import dense, flat, no_offset, rows, shaped
+from .tensors import dense, flat, rows, shaped
 
 
 def hip_mxfp8(found: Resolved) -> Callable[..., Any]:
@@ -23,16 +23,11 @@ def hip_mxfp8(found: Resolved) -> Callable[..., Any]:
 
 
 def triton_mxfp8(found: Resolved) -> Callable[..., Any]:
-    """`rms_norm_mxfp8_quant`, over `fused_rms_mxfp8_quant`.
-
-    Raises:
-        AiterCallError: a weight_offset other than 0.
-    """
-    name, function = found.name, found.function
+    """`rms_norm_mxfp8_quant`, over `fused_rms_mxfp8_quant`."""
+    function = found.function
 
     def core(norm: Norm, *_: None) -> Results:
-        x, weight, epsilon, offset = norm
-        no_offset(name, offset)
+        x, weight, epsilon, _ = norm
         out, scale = function(x=flat(x), weight=dense(weight), eps=epsilon)
         return out.view(x.shape), scale.view(*x.shape[:-1], -1), None, None
 
@@ -41,11 +36,10 @@ def triton_mxfp8(found: Resolved) -> Callable[..., Any]:
 
 def triton_mxfp4(found: Resolved) -> Callable[..., Any]:
     """`[add_]rms_norm_mxfp4_quant[_with_norm]`, over `fused_rms_mxfp4_quant`."""
-    name, function, keeps_norm = found.name, found.function, found.binding.keeps_norm
+    function, keeps_norm = found.function, found.binding.keeps_norm
 
     def core(norm: Norm, residual: Tensor | None, _: None) -> Results:
-        x, weight, epsilon, offset = norm
-        no_offset(name, offset)
+        x, weight, epsilon, _ = norm
         (out, scale), normed, _second, summed = function(
             x1=rows(x),
             x1_weight=dense(weight),

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...ops.quantisation import MX_COLUMNS
-from .errors import AiterCallError
 from .resolved import Resolved
 from .signatures import Norm, Results, norms
 from .tensors import (
@@ -20,9 +19,8 @@ from .tensors import (
     empty_like,
     flat,
     flat_like,
-    gemma_of,
+    gemma,
     next_power_of_two,
-    no_offset,
     rows,
     scale_buffer,
     scales_of,
@@ -34,7 +32,7 @@ from .tensors import (
 
 def hip(found: Resolved) -> Callable[..., Any]:
     """`[add_]rms_norm_{per_token,group,mxfp8}_quant`, over `[add_]rmsnorm_quant`, which writes bytes where it is given a buffer of bytes."""
-    name, function, gemma = found.name, found.function, gemma_of(found)
+    function = found.function
     kind = torch.uint8 if found.binding.per == "none" else torch.float32
 
     def core(
@@ -55,7 +53,7 @@ def hip(found: Resolved) -> Callable[..., Any]:
             out=flat_like(out),
             input=rows(x),
             scale=scale,
-            weight=vector(name, "weight", weight, x),
+            weight=vector(weight),
             epsilon=epsilon,
             group_size=group_size or 0,
             shuffle_scale=column_major,
@@ -67,12 +65,8 @@ def hip(found: Resolved) -> Callable[..., Any]:
 
 
 def latents(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_{per_token,group}_quant[_with_norm]` and `mla_dual_rms_norm_...`, by the kernels of two latents.
-
-    Raises:
-        AiterCallError: two weight offsets that differ.
-    """
-    name, function, keeps_norm, gemma = found.name, found.function, found.binding.keeps_norm, gemma_of(found)
+    """`[add_]rms_norm_{per_token,group}_quant[_with_norm]` and `mla_dual_rms_norm_...`, by the kernels of two latents."""
+    function, keeps_norm = found.function, found.binding.keeps_norm
 
     def core(
         norm: Norm,
@@ -95,16 +89,19 @@ def latents(found: Resolved) -> Callable[..., Any]:
             other = empty_like(x)
             options |= {"q_residual": rows(residual), "q_res_out": flat_like(other)}
         if second is not None:
-            kv, kv_weight, kv_epsilon, kv_offset = second
-            if offset != kv_offset:
-                raise AiterCallError(name, f"weight offsets {offset} and {kv_offset}: AITER's gemma_norm is of both")
-            other, kv_weight = empty_like(kv), vector(name, "kv_weight", kv_weight, kv)
-            options |= {"k_out": flat_like(other), "k": rows(kv), "k_weight": kv_weight, "k_epsilon": kv_epsilon}
+            kv, kv_weight, kv_epsilon, _same_offset = second
+            other = empty_like(kv)
+            options |= {
+                "k_out": flat_like(other),
+                "k": rows(kv),
+                "k_weight": vector(kv_weight),
+                "k_epsilon": kv_epsilon,
+            }
         function(
             q_out_quantized=flat_like(out),
             q_out_scale=scale,
             q=rows(x),
-            q_weight=vector(name, "weight", weight, x),
+            q_weight=vector(weight),
             q_epsilon=epsilon,
             **options,
         )
@@ -152,15 +149,13 @@ def triton_static(found: Resolved) -> Callable[..., Any]:
 
 def _triton(found: Resolved) -> Callable[..., tuple[Any, Tensor | None, Tensor | None]]:
     """What Triton's two functions have in common: they give the quantised norm, the norm, the second norm, and the sum."""
-    name, function, keeps_norm = found.name, found.function, found.binding.keeps_norm
+    function, keeps_norm = found.function, found.binding.keeps_norm
 
     def run(norm: Norm, residual: Tensor | None, second: Norm | None, **options: Any) -> Any:
-        x, weight, epsilon, offset = norm
-        no_offset(name, offset)
+        x, weight, epsilon, _ = norm
         other = x
         if second is not None:
-            other, kv_weight, kv_epsilon, kv_offset = second
-            no_offset(name, kv_offset)
+            other, kv_weight, kv_epsilon, _ = second
             options |= {"inp2": flat(other), "inp2_weight": dense(kv_weight), "inp2_epsilon": kv_epsilon}
         if residual is not None:
             options["res1"] = flat(residual)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .resolved import Resolved
-from .tensors import dense, empty_like, flat, flat_like, gemma_of, no_offset, packed_rows, rows, same_shape, vector
+from .tensors import dense, empty_like, flat, flat_like, gemma, packed_rows, rows, vector
 
 Pair = tuple[Tensor, Tensor]
 AddNorm = Callable[[Tensor, Tensor, Tensor, float, float], Pair]
@@ -27,15 +27,11 @@ def add_rms_norm(found: Resolved) -> AddNorm:
 
     residual_out is the rounded sum; out is the norm of the sum before rounding. x: (..., width), and residual like
     it; weight: (width,), of x's dtype; weight_offset: 0, or 1 where the build has `gemma_norm`.
-
-    Raises:
-        AiterCallError: an offset the build does not know, or a weight or residual that does not fit.
     """
-    name, function, gemma = found.name, found.function, gemma_of(found)
+    function = found.function
 
     def call(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, weight_offset: float) -> Pair:
         out, residual_out = empty_like(x), empty_like(x)
-        same_shape(name, "residual", residual, x)
         strided = x.shape[-1] <= HIP_WIDTH and x.dtype != torch.float32
         rows_of = rows if strided else packed_rows
         function(
@@ -43,7 +39,7 @@ def add_rms_norm(found: Resolved) -> AddNorm:
             input=rows_of(x),
             residual_in=rows_of(residual),
             residual_out=flat_like(residual_out),
-            weight=vector(name, "weight", weight, x),
+            weight=vector(weight),
             epsilon=epsilon,
             **gemma(weight_offset),
         )
@@ -53,25 +49,20 @@ def add_rms_norm(found: Resolved) -> AddNorm:
 
 
 def dual_rms_norm(found: Resolved) -> Callable[..., Pair]:
-    """`mla_dual_rms_norm(q, kv, q_weight, kv_weight, q_epsilon, kv_epsilon, q_weight_offset, kv_weight_offset)`.
-
-    Raises:
-        AiterCallError: a weight offset, or a weight of another dtype.
-    """
-    name, function = found.name, found.function
+    """`mla_dual_rms_norm(q, kv, q_weight, kv_weight, q_epsilon, kv_epsilon, q_weight_offset, kv_weight_offset)`."""
+    function = found.function
 
     def call(*given: Any) -> Pair:
-        q, kv, q_weight, kv_weight, q_epsilon, kv_epsilon, q_offset, kv_offset = given
-        no_offset(name, q_offset or kv_offset)
+        q, kv, q_weight, kv_weight, q_epsilon, kv_epsilon, *_ = given
         q_out, kv_out = empty_like(q), empty_like(kv)
         function(
             q_out=flat_like(q_out),
             q=rows(q),
-            q_weight=vector(name, "q_weight", q_weight, q),
+            q_weight=vector(q_weight),
             q_eps=q_epsilon,
             k_out=flat_like(kv_out),
             k=rows(kv),
-            k_weight=vector(name, "kv_weight", kv_weight, kv),
+            k_weight=vector(kv_weight),
             k_eps=kv_epsilon,
         )
         return q_out, kv_out
@@ -80,11 +71,7 @@ def dual_rms_norm(found: Resolved) -> Callable[..., Pair]:
 
 
 def triton_add_rms_norm(found: Resolved) -> AddNorm:
-    """The same, over the norm that pads. AITER's Triton `rmsnorm2d_fwd_with_add` is not called: it norms the rounded sum.
-
-    Raises:
-        AiterCallError: a weight_offset other than 0, or a residual that is not like x.
-    """
+    """The same, over the norm that pads. AITER's Triton `rmsnorm2d_fwd_with_add` is not called: it norms the rounded sum."""
     padded = triton_add_rms_norm_pad(found)
 
     def call(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, weight_offset: float) -> Pair:
@@ -94,18 +81,12 @@ def triton_add_rms_norm(found: Resolved) -> AddNorm:
 
 
 def triton_add_rms_norm_pad(found: Resolved) -> Callable[[Tensor, Tensor, Tensor, float, float, int], Pair]:
-    """`add_rms_norm_pad(x, residual, weight, epsilon, weight_offset, padded_width)`.
-
-    Raises:
-        AiterCallError: a weight_offset other than 0, or a residual that is not like x.
-    """
-    name, function = found.name, found.function
+    """`add_rms_norm_pad(x, residual, weight, epsilon, weight_offset, padded_width)`."""
+    function = found.function
 
     def call(
-        x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, weight_offset: float, padded_width: int
+        x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, _weight_offset: float, padded_width: int
     ) -> Pair:
-        no_offset(name, weight_offset)
-        same_shape(name, "residual", residual, x)
         # The next multiple of the padded width is the padded width.
         out, residual_out = function(
             x=_stepped(x), weight=dense(weight), epsilon=epsilon, res=_stepped(residual), x_pad_to_multiple=padded_width

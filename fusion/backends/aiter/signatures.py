@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from .resolved import Resolved
-from .tensors import same_shape
 
 Norm = tuple[Tensor, Tensor, float, float]
 """x, weight, epsilon and weight offset."""
@@ -28,12 +27,8 @@ with no size for one scale per token; or none."""
 
 
 def norms(found: Resolved, core: Core) -> Callable[..., Any]:
-    """The op of one norm, `(x, [residual,] weight, epsilon, weight_offset, ...)`, or of an MLA layer's latents, `(q, kv, ...)`.
-
-    Raises:
-        AiterCallError: a residual that is not like x.
-    """
-    name, per, adds = found.name, found.binding.per, found.binding.adds
+    """The op of one norm, `(x, [residual,] weight, epsilon, weight_offset, ...)`, or of an MLA layer's latents, `(q, kv, ...)`."""
+    per, adds = found.binding.per, found.binding.adds
     kept = (True, per != "static", found.binding.keeps_norm, adds or found.binding.is_dual)
     pick: Callable[[Results], Any] = itemgetter(*(place for place, is_kept in enumerate(kept) if is_kept))
 
@@ -46,7 +41,6 @@ def norms(found: Resolved, core: Core) -> Callable[..., Any]:
         return pick(core((q, q_weight, q_epsilon, q_offset), None, second, *options(others)))
 
     def added(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, offset: float, *others: Any) -> Any:
-        same_shape(name, "residual", residual, x)
         return pick(core((x, weight, epsilon, offset), residual, None, *options(others)))
 
     def one(x: Tensor, weight: Tensor, epsilon: float, offset: float, *others: Any) -> Any:

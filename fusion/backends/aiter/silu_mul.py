@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import AiterCallError
 from .resolved import Resolved
 from .tensors import (
     empty_like,
@@ -21,7 +20,6 @@ from .tensors import (
     flat_like,
     next_power_of_two,
     packed_rows,
-    same_shape,
     scale_buffer,
     scales_of,
     unpermuted,
@@ -46,11 +44,7 @@ def _storage(x: Tensor) -> int:
 
 
 def hip_group(found: Resolved) -> Callable[..., Pair]:
-    """`silu_mul_group_quant(gate, up, limit, dtype, group_size, column_major, tma_aligned, use_ue8m0)`.
-
-    Raises:
-        AiterCallError: a limit that is not above 0, or an up that is not like gate.
-    """
+    """`silu_mul_group_quant(gate, up, limit, dtype, group_size, column_major, tma_aligned, use_ue8m0)`."""
 
     def core(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, group_size: int, column_major: bool) -> Pair:
         out, scale = empty_like(gate, dtype), scale_buffer(gate, gate.shape[-1] // group_size)
@@ -59,7 +53,7 @@ def hip_group(found: Resolved) -> Callable[..., Pair]:
             input=packed_rows(halves(gate, up)),  # it reads no stride
             scale=scale,
             group_size=group_size,
-            limit=_cut(found.name, limit),
+            limit=_cut(limit),
             shuffle_scale=column_major,
         )
         return out, scales_of(scale, gate.shape[:-1], column_major)
@@ -68,16 +62,12 @@ def hip_group(found: Resolved) -> Callable[..., Pair]:
 
 
 def clamp(found: Resolved) -> Callable[..., Pair]:
-    """`silu_mul_{per_token,group}_quant`, over `fused_clamp_act_mul`: one scale per token is one of a power of two, as for the norms.
-
-    Raises:
-        AiterCallError: a limit that is not above 0, or an up that is not like gate.
-    """
+    """`silu_mul_{per_token,group}_quant`, over `fused_clamp_act_mul`: one scale per token is one of a power of two, as for the norms."""
 
     def core(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, group_size: int, column_major: bool) -> Pair:
         out, scales = found.function(
             inp=halves(gate, up),
-            swiglu_limit=_cut(found.name, limit),
+            swiglu_limit=_cut(limit),
             dtype_quant=dtype,
             transpose_scale=column_major,
             quant_block_size=group_size,
@@ -88,20 +78,10 @@ def clamp(found: Resolved) -> Callable[..., Pair]:
 
 
 def triton(found: Resolved) -> Callable[..., Pair]:
-    """`silu_mul_{per_token,group}_quant`, over `act_mul_and_fp8_group_quant`: one scale per token for a width that is a power of two.
+    """`silu_mul_{per_token,group}_quant`, over `act_mul_and_fp8_group_quant`: one scale per token for a width that is a power of two."""
 
-    Raises:
-        AiterCallError: a limit, column-major scales, a group that does not divide the width, or an up unlike gate.
-    """
-    name, function = found.name, found.function
-
-    def core(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, group_size: int, column_major: bool) -> Pair:
-        _no_limit(name, limit)
-        if column_major or gate.shape[-1] % group_size:
-            raise AiterCallError(
-                name, f"groups of {group_size} in {gate.shape[-1]} columns, column_major={column_major}"
-            )
-        out, scales = function(x=halves(gate, up), activation="silu", group_size=group_size, dtype_quant=dtype)
+    def core(gate: Tensor, up: Tensor, _limit: float, dtype: torch.dtype, group_size: int, _column_major: bool) -> Pair:
+        out, scales = found.function(x=halves(gate, up), activation="silu", group_size=group_size, dtype_quant=dtype)
         return out.view(gate.shape), unpermuted(scales, gate.shape[:-1], False)
 
     return _grouped(found, core)
@@ -109,43 +89,26 @@ def triton(found: Resolved) -> Callable[..., Pair]:
 
 def _grouped(found: Resolved, core: Callable[..., Pair], size: Callable[[int], int] = int) -> Callable[..., Pair]:
     """The op over a function that quantises in groups: one scale per token is one group of `size` columns, from the width."""
-    name = found.name
 
     def group(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, *options: Any) -> Pair:
-        same_shape(name, "up", up, gate)
         return core(gate, up, limit, dtype, *options[:2])
 
     def token(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, _ue8m0: bool) -> Pair:
-        same_shape(name, "up", up, gate)
         return core(gate, up, limit, dtype, size(gate.shape[-1]), False)
 
     return token if found.binding.per == "token" else group
 
 
 def triton_static(found: Resolved) -> Callable[[Tensor, Tensor, float, Tensor, torch.dtype], Tensor]:
-    """`silu_mul_static_quant(gate, up, limit, scale, dtype)`.
+    """`silu_mul_static_quant(gate, up, limit, scale, dtype)`."""
 
-    Raises:
-        AiterCallError: a limit, or an up that is not like gate.
-    """
-    name, function = found.name, found.function
-
-    def call(gate: Tensor, up: Tensor, limit: float, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        _no_limit(name, limit)
-        same_shape(name, "up", up, gate)
-        out: Tensor = function(inp=halves(gate, up), inp_scale=scale, dtype_quant=dtype)
+    def call(gate: Tensor, up: Tensor, _limit: float, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        out: Tensor = found.function(inp=halves(gate, up), inp_scale=scale, dtype_quant=dtype)
         return out.view(gate.shape)
 
     return call
 
 
-def _cut(name: str, limit: float) -> float:
+def _cut(limit: float) -> float:
     """The limit as AITER takes it: 0 is none."""
-    if not limit > 0:
-        raise AiterCallError(name, f"limit {limit}: AITER takes limits above 0, and 0 for none")
     return 0.0 if limit == math.inf else limit
-
-
-def _no_limit(name: str, limit: float) -> None:
-    if limit != math.inf:
-        raise AiterCallError(name, f"limit {limit}: this function of AITER's has no such option")

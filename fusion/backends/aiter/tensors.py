@@ -1,20 +1,15 @@
-"""Tensors as AITER's kernels need them: 2-D, rows that start on 16 bytes, one dtype. Copied only where they are not.
+"""Tensors as AITER's kernels need them: 2-D, rows that start on 16 bytes. Copied only where they are not.
 
-The kernels load 16 bytes at a time and check neither alignment nor the dtype of a weight, so both are looked at here,
-in every call: two comparisons and no copy, where a model lays its tensors out as models do.
+The kernels load 16 bytes at a time and do not check the alignment, so it is looked at here, in every call: two comparisons and no
+copy, where a model lays its tensors out as models do. Shapes and dtypes are the op's own checks, and options the `restrictions`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops.quantisation import scale_strides
-from .errors import AiterCallError
-from .resolved import Resolved
 
 _ALIGNED = 15
 
@@ -51,32 +46,11 @@ def next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def vector(binding: str, name: str, weight: Tensor, x: Tensor) -> Tensor:
-    """A norm's weight, aligned and without gaps.
-
-    Raises:
-        AiterCallError: its dtype is not that of x. The kernels read both as one.
-    """
-    if weight.dtype != x.dtype:
-        raise AiterCallError(
-            binding, f"{name} is {weight.dtype}, the activations {x.dtype}; AITER reads both as one dtype"
-        )
+def vector(weight: Tensor) -> Tensor:
+    """A norm's weight, aligned and without gaps."""
     if weight.is_contiguous() and not weight.data_ptr() & _ALIGNED:
         return weight
     return weight.clone(memory_format=torch.contiguous_format)
-
-
-def same_shape(binding: str, name: str, other: Tensor, x: Tensor) -> Tensor:
-    """`other`, which must have the shape and dtype of x: the kernels do not look.
-
-    Raises:
-        AiterCallError: it has not.
-    """
-    if other.dtype != x.dtype or other.shape != x.shape:
-        raise AiterCallError(
-            binding, f"{name} must be like x, {x.dtype} {tuple(x.shape)}; got {other.dtype} {tuple(other.shape)}"
-        )
-    return other
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -113,29 +87,6 @@ def shaped(out: Tensor | None, x: Tensor) -> Tensor | None:
     return None if out is None else out.view(x.shape)
 
 
-def no_offset(binding: str, weight_offset: float) -> None:
-    """For functions that know no weight offset.
-
-    Raises:
-        AiterCallError: there is one.
-    """
-    if weight_offset:
-        raise AiterCallError(binding, f"weight_offset {weight_offset}: this function of AITER's has no such option")
-
-
-def gemma_of(found: Resolved) -> Callable[[float], dict[str, Any]]:
-    """From a weight offset to the option that asks for it: AITER's `gemma_norm`, which adds 1 to the weight.
-
-    The function raises AiterCallError for another offset, or where the installed function has no such option.
-    """
-    name, known = found.name, "gemma_norm" in found.names
-
-    def gemma(weight_offset: float) -> dict[str, Any]:
-        if not weight_offset:
-            return {}
-        if weight_offset != 1 or not known:
-            only = "1 is the only other offset it knows" if known else "the installed function has no gemma_norm"
-            raise AiterCallError(name, f"weight_offset {weight_offset}: {only}")
-        return {"gemma_norm": True}
-
-    return gemma
+def gemma(weight_offset: float) -> dict[str, bool]:
+    """From a weight offset, 0 or 1, to the option that asks for it: AITER's `gemma_norm`, which adds 1 to the weight."""
+    return {"gemma_norm": True} if weight_offset else {}
