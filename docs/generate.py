@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -23,6 +20,7 @@ from layerfuse.fusion.backends.aiter.matching import Function
 from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS
 from layerfuse.fusion.backends.aiter.table import BY_NAME
 from layerfuse.fusion.policy import shipped
+from layerfuse.registry.schema import docs_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "bench" / "results"
@@ -90,26 +88,10 @@ VALUES = {
 ENGINES = ("transformers", "vllm", "sglang", "atom")
 
 
-def sentences(cls: type[Any]) -> dict[str, str]:
-    """The text under each field in the class's source."""
-    (body,) = ast.parse(inspect.getsource(cls)).body
-    found = {}
-    nodes = getattr(body, "body", [])
-    for node, following in pairwise(nodes):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
-            found[node.target.id] = ast.literal_eval(following.value)
-    return found
-
-
 def spec_tables() -> Iterator[str]:
     """One section for each spec type."""
     for cls in SPECS:
-        said = {
-            name: text
-            for base in reversed(cls.__mro__[:-1])
-            if attrs.has(base)
-            for name, text in sentences(base).items()
-        }
+        said = docs_of(cls)
         yield f"### {cls.__name__}\n"
         yield f"{(inspect.getdoc(cls) or '').strip()}\n"
         yield "| field | value | meaning |\n|---|---|---|"

@@ -12,6 +12,8 @@ import inspect
 import json
 import sys
 import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -62,20 +64,17 @@ _CLASSES: tuple[type[Any], ...] = (
 
 def schema() -> dict[str, Any]:
     """The schema, ready to be written as JSON."""
+    models = {
+        "description": "Models by name: lower-case, without blanks.",
+        "type": "object",
+        "propertyNames": {"pattern": r"^[^\sA-Z]+$"},
+        "additionalProperties": _ref("ModelEntry"),
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "layerfuse models.toml",
         "description": "Models, their published dimensions, and the layer classes they bring.",
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {
-            "models": {
-                "description": "Models by name: lower-case, without blanks.",
-                "type": "object",
-                "propertyNames": {"pattern": r"^[^\sA-Z]+$"},
-                "additionalProperties": {"$ref": "#/$defs/ModelEntry"},
-            }
-        },
+        **_object({"models": models}),
         "$defs": {
             **{cls.__name__: _table(cls) for cls in _CLASSES},
             "facts": _facts(),
@@ -86,28 +85,37 @@ def schema() -> dict[str, Any]:
     }
 
 
+def _object(properties: Mapping[str, Any], required: Sequence[str] | None = None) -> dict[str, Any]:
+    """A table of these keys and no others."""
+    needed = {} if required is None else {"required": [*required]}
+    return {"type": "object", "additionalProperties": False, **needed, "properties": {**properties}}
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def _listed(items: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "array", **more, "items": items}
+
+
 def _table(cls: type[Any]) -> dict[str, Any]:
     said, hints = docs_of(cls), get_type_hints(cls)
     attributes = [a for a in attrs.fields(cls) if a.name not in getattr(cls, "UNSTRUCTURED", ())]
-    return {
-        "description": (inspect.getdoc(cls) or "").partition("\n")[0],
-        "type": "object",
-        "additionalProperties": False,
-        "required": [a.name for a in attributes if a.default is attrs.NOTHING],
-        "properties": {a.name: {"description": said[a.name], **_field(a.name, hints[a.name])} for a in attributes},
-    }
+    required = [a.name for a in attributes if a.default is attrs.NOTHING]
+    properties = {a.name: {"description": said[a.name], **_field(a.name, hints[a.name])} for a in attributes}
+    return {"description": (inspect.getdoc(cls) or "").partition("\n")[0], **_object(properties, required)}
 
 
 def docs_of(cls: type[Any]) -> dict[str, str]:
-    """The text under each field of an attrs class: its description, which Python itself throws away."""
-    (found,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(found, ast.ClassDef)
+    """The text under each field of an attrs class and of its bases: its description, which Python itself throws away."""
     texts: dict[str, str] = {}
-    for field, below in zip(found.body, found.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            texts[field.target.id] = ""
-            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                texts[field.target.id] = str(below.value.value)
+    for base in filter(attrs.has, reversed(cls.__mro__)):
+        (found,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(found, ast.ClassDef)
+        for field, below in pairwise(found.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+                texts[field.target.id] = str(ast.literal_eval(below.value))
     return {a.name: texts.get(a.name, "") for a in attrs.fields(cls)}
 
 
@@ -132,21 +140,15 @@ def _bounds(name: str) -> dict[str, int]:
 
 def _type(hint: Any) -> dict[str, Any]:
     if hint == At:
-        listed = {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MOST_LAYERS}
-        return {"anyOf": [{"enum": ["all", "rest"]}, listed, {"$ref": "#/$defs/Every"}]}
+        listed = _listed({"type": "integer", "minimum": 0}, maxItems=MOST_LAYERS)
+        return {"anyOf": [{"enum": ["all", "rest"]}, listed, _ref("Every")]}
     if hint == LayerKind:
-        return {
-            "type": "object",
-            "required": ["family"],
-            "properties": {"family": {"enum": list(KINDS)}},
-            "allOf": [
-                {
-                    "if": {"properties": {"family": {"const": family}}, "required": ["family"]},
-                    "then": {"$ref": f"#/$defs/{cls.__name__}"},
-                }
-                for family, cls in KINDS.items()
-            ],
-        }
+        each = [
+            {"if": {"properties": {"family": {"const": family}}, "required": ["family"]}, "then": _ref(cls.__name__)}
+            for family, cls in KINDS.items()
+        ]
+        family = {"family": {"enum": list(KINDS)}}
+        return {"type": "object", "required": ["family"], "properties": family, "allOf": each}
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return {"enum": list(parts)}
@@ -155,11 +157,11 @@ def _type(hint: Any) -> dict[str, Any]:
         kinds = [_type(part) for part in parts if part is not type(None)]
         return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
     if origin is list:
-        return {"type": "array", "items": _type(parts[0])}
+        return _listed(_type(parts[0]))
     if origin is dict:
         return {"type": "object", "additionalProperties": _type(parts[1])}
     if attrs.has(hint):
-        return {"$ref": f"#/$defs/{hint.__name__}"}
+        return _ref(hint.__name__)
     return {"type": {int: "integer", float: "number", str: "string", bool: "boolean"}[hint]}
 
 
@@ -167,12 +169,23 @@ def _type(hint: Any) -> dict[str, Any]:
 
 
 def _layer_classes() -> dict[str, Any]:
-    several = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/facts"}}
     return {
         "type": "object",
         "propertyNames": {"pattern": r"^[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*$"},
-        "additionalProperties": {"anyOf": [{"$ref": "#/$defs/facts"}, several]},
+        "additionalProperties": {"anyOf": [_ref("facts"), _listed(_ref("facts"), minItems=1)]},
     }
+
+
+_LAYER_WORDS = {
+    "tp_size": "Where to read the tensor-parallel size.",
+    "tp_rank": "Where to read this rank.",
+    "tp_weight": "Linear modules whose weight tells, with the side their heads are on: `o_proj.in_features`.",
+    "mlp_weight": "Down projections, or the weights of experts, that tell over how many ranks an MLP's result is summed.",
+    "added_as_given": "Whether what attention and MLP give is added as it is; true unless it says otherwise.",
+    "mixture": "The modules in the place of the MLP that may be a mixture of experts: the first that is one is read.",
+    "last_linear": "The linear whose result the layer adds to the stream last, as far as a layer has it.",
+    "unless": "What, where it is there, makes a layer one that the spec does not describe: cross-attention.",
+}
 
 
 def _facts() -> dict[str, Any]:
@@ -181,85 +194,38 @@ def _facts() -> dict[str, Any]:
         "family": {"description": "The kind of layer.", "enum": list(FAMILIES)},
         "without": {
             "description": "Fields of the class it is like that are not read here.",
-            "type": "array",
-            "items": {"type": "string"},
+            **_listed({"type": "string"}),
         },
     }
     for spec in FAMILIES.values():
-        said = {
-            name: text
-            for base in reversed(spec.__mro__)
-            if attrs.has(base)
-            for name, text in docs_of(base).items()
-            if text
-        }
+        said = docs_of(spec)
         for name, kind in fields_of(spec).items():
-            properties.setdefault(name, {"description": f"Where to read: {said.get(name, name)}", **_words(kind)})
-    described = {
-        "tp_size": "Where to read the tensor-parallel size.",
-        "tp_rank": "Where to read this rank.",
-        "tp_weight": "Linear modules whose weight tells, with the side their heads are on: `o_proj.in_features`.",
-    }
-    described["mlp_weight"] = (
-        "Down projections, or the weights of experts, that tell over how many ranks an MLP's result is summed."
-    )
-    described["added_as_given"] = (
-        "Whether what attention and MLP give is added as it is; true unless it says otherwise."
-    )
-    described["mixture"] = (
-        "The modules in the place of the MLP that may be a mixture of experts: the first that is one is read."
-    )
-    described["last_linear"] = "The linear whose result the layer adds to the stream last, as far as a layer has it."
-    described["unless"] = "What, where it is there, makes a layer one that the spec does not describe: cross-attention."
+            properties.setdefault(name, {"description": f"Where to read: {said.get(name) or name}", **_words(kind)})
     for name in (*LAYER_WORDS, *RESIDUAL_WORDS):
-        properties[name] = {"description": described[name], "$ref": "#/$defs/place"}
+        properties[name] = {"description": _LAYER_WORDS[name], **_ref("place")}
     return {
         "description": "Where each field of a layer's spec is read, in the words of adapters.",
-        "type": "object",
-        "additionalProperties": False,
+        **_object(properties),
         "anyOf": [{"required": ["like"]}, {"required": ["family"]}],
-        "properties": properties,
     }
 
 
 def _words(kind: str) -> dict[str, Any]:
     if kind == "norms":
-        return {"anyOf": [{"$ref": "#/$defs/norm"}, {"type": "array", "items": {"$ref": "#/$defs/norm"}}]}
+        return {"anyOf": [_ref("norm"), _listed(_ref("norm"))]}
     if kind == "optional_rope":
-        return {"$ref": "#/$defs/rope"}
-    return {"$ref": "#/$defs/norm" if kind.endswith("norm") else "#/$defs/place"}
+        return _ref("rope")
+    return _ref("norm" if kind.endswith("norm") else "place")
 
 
 def _place() -> dict[str, Any]:
-    constant = {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["const"],
-        "properties": {"const": {"type": ["string", "number", "boolean"]}},
-    }
-    converted = {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["path", "as"],
-        "properties": {"path": {"type": "string"}, "as": {"enum": list(CONVERSIONS)}},
-    }
-    where = {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["path", "where"],
-        "properties": {
-            "path": {"type": "string"},
-            "where": {"type": "string"},
-            "is": {"type": ["string", "integer", "boolean"]},
-        },
-    }
-    named = {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["name_as"],
-        "properties": {"name_as": {"enum": list(CONVERSIONS)}},
-    }
-    several = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/place"}}
+    text = {"type": "string"}
+    constant = _object({"const": {"type": ["string", "number", "boolean"]}}, ["const"])
+    converted = _object({"path": text, "as": {"enum": list(CONVERSIONS)}}, ["path", "as"])
+    said = {"type": ["string", "integer", "boolean"]}
+    where = _object({"path": text, "where": text, "is": said}, ["path", "where"])
+    named = _object({"name_as": {"enum": list(CONVERSIONS)}}, ["name_as"])
+    several = _listed(_ref("place"), minItems=1)
     return {
         "description": (
             'An attribute path, a list of them tried in order, {const = ...}, {path = ..., as = "..."}, {path = ..., where = '
@@ -280,49 +246,35 @@ def _norm() -> dict[str, Any]:
         "has_weight",
         "has_bias",
     )
-    table = {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["module"],
-        "properties": {
+    linears = _listed({"type": "string"})
+    table = _object(
+        {
             "module": {"type": "string"},
-            "feeds": {
-                "description": "The linears that read its result, as far as a layer has them.",
-                "type": "array",
-                "items": {"type": "string"},
-            },
+            "feeds": {"description": "The linears that read its result, as far as a layer has them.", **linears},
             "fed_by": {
                 "description": "The linears whose result joins the residual stream in front of it, as far as a layer has them.",
-                "type": "array",
-                "items": {"type": "string"},
+                **linears,
             },
             "where": {
                 "description": "The layer's flag that is false where it has no such norm, of a gated norm that may be absent.",
-                "$ref": "#/$defs/place",
+                **_ref("place"),
             },
             "layer_epsilon": {
                 "description": "Where the layer holds the epsilon of a norm that holds none.",
-                "$ref": "#/$defs/place",
+                **_ref("place"),
             },
-            **{name: {"$ref": "#/$defs/place"} for name in fields},
+            **{name: _ref("place") for name in fields},
         },
-    }
+        ["module"],
+    )
     return {"description": "A norm: its module, and where its own fields are.", "anyOf": [{"type": "string"}, table]}
 
 
 def _rope() -> dict[str, Any]:
-    table = {
-        "type": "object",
-        "additionalProperties": False,
-        "required": [name for name, default in ROPE_WORDS.items() if default is None],
-        "properties": {"module": {"type": "string"}, **{name: {"$ref": "#/$defs/place"} for name in ROPE_WORDS}},
-    }
-    none = {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["const"],
-        "properties": {"const": {"const": "none"}},
-    }
+    places = {name: _ref("place") for name in ROPE_WORDS}
+    required = [name for name, default in ROPE_WORDS.items() if default is None]
+    table = _object({"module": {"type": "string"}, **places}, required)
+    none = _object({"const": {"const": "none"}}, ["const"])
     return {
         "description": 'A rope: its module, if it has one, and where its own fields are; {const = "none"}: there is none.',
         "anyOf": [table, none],
