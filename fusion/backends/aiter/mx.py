@@ -27,7 +27,7 @@ def triton_mxfp8(found: Resolved) -> Callable[..., Any]:
     function = found.function
 
     def core(norm: Norm, *_: None) -> Results:
-        x, weight, epsilon, _ = norm
+        x, weight, epsilon, _offset = norm
         out, scale = function(x=flat(x), weight=dense(weight), eps=epsilon)
         return out.view(x.shape), scale.view(*x.shape[:-1], -1), None, None
 
@@ -38,9 +38,9 @@ def triton_mxfp4(found: Resolved) -> Callable[..., Any]:
     """`[add_]rms_norm_mxfp4_quant[_with_norm]`, over `fused_rms_mxfp4_quant`."""
     function, keeps_norm = found.function, found.binding.keeps_norm
 
-    def core(norm: Norm, residual: Tensor | None, _: None) -> Results:
-        x, weight, epsilon, _ = norm
-        (out, scale), normed, _second, summed = function(
+    def core(norm: Norm, residual: Tensor | None, _second: None) -> Results:
+        x, weight, epsilon, _offset = norm
+        (out, scale), normed, _, summed = function(
             x1=rows(x),
             x1_weight=dense(weight),
             x1_epsilon=epsilon,

@@ -6,6 +6,8 @@ copy, where a model lays its tensors out as models do. Shapes and dtypes are the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -87,6 +89,6 @@ def shaped(out: Tensor | None, x: Tensor) -> Tensor | None:
     return None if out is None else out.view(x.shape)
 
 
-def gemma(weight_offset: float) -> dict[str, bool]:
+def gemma(weight_offset: float) -> dict[str, Any]:
     """From a weight offset, 0 or 1, to the option that asks for it: AITER's `gemma_norm`, which adds 1 to the weight."""
     return {"gemma_norm": True} if weight_offset else {}
