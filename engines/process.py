@@ -21,8 +21,8 @@ class Process:
         self.read: WeakSet[Any] = WeakSet()
         "The models that were loaded in a place that layerfuse stands at."
         self._engines: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.waiting: dict[int, tuple[Any, Any]] = {}
-        "The modules that will be compiled at their first call, each with its `CompiledModule`, by identity."
+        self.waiting: WeakSet[Any] = WeakSet()
+        "The modules that will be compiled at their first call. Each holds its own `CompiledModule`, so that nothing here keeps it."
         self.running: list[Any] = []
         "The compiled modules that are at their first call, the innermost last."
         self.said: set[str] = set()

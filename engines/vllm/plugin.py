@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from ..compiled_module import CompiledModule
 
 
+WAITS = "__layerfuse_waits__"
+"""Under this name a module that vLLM compiles holds its `CompiledModule` until its first call: whoever lets go of the module lets go of both."""
+
 FORCED = "VLLM_FORCE_AOT_LOAD"
 """vLLM's variable: what is in its cache is taken, or the engine stops."""
 
@@ -234,7 +237,8 @@ def _wait_for(module: nn.Module, compiled: CompiledModule) -> None:
 
     Where that call is one in which nothing of layerfuse's stands, the first other one is waited for.
     """
-    process.this.waiting[id(module)] = module, compiled
+    process.this.waiting.add(module)
+    vars(module)[WAITS] = compiled
     # vLLM gives a class that it compiles a __call__ of its own; classes derived from it have that too.
     cls: Any = next(each for each in type(module).__mro__ if "__call__" in vars(each))
     own = cls.__call__
@@ -244,7 +248,7 @@ def _wait_for(module: nn.Module, compiled: CompiledModule) -> None:
 
 def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
     def first_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self) not in process.this.waiting:
+        if self not in process.this.waiting:
             return own(self, *args, **kwargs)
         from ...fusion.ops.warming import recording
         from ..standing import counted
@@ -252,13 +256,14 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
 
         if not possible():  # no kernel may be compiled in a CUDA graph
             return own(self, *args, **kwargs)
-        _, compiled = process.this.waiting.pop(id(self))
+        process.this.waiting.remove(self)
+        compiled = vars(self).pop(WAITS)
         is_first = not compiled.put_off
         process.this.running.append(compiled)
         try:
             from .keys import in_place_of_options
 
-            if not any(isinstance(other, cls) for other, _ in process.this.waiting.values()):
+            if not any(isinstance(other, cls) for other in process.this.waiting):
                 cls.__call__ = own
             if is_first:
                 _look_again(self, compiled)

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from attrs import define, field
@@ -63,14 +62,13 @@ def put_in(compiled: CompiledModule, module: nn.Module) -> None:
     standing: dict[str, Experts] = {}
     for site in (compiled.plan.site[each.site] for each in compiled.plan.expected(ROUTED)):
         (experts,) = _experts_in(module.get_submodule(site.path))
-        if experts not in _standing:
+        found = _standing_in(experts)
+        if found is None:
             stood = native_methods((experts, "apply"))
             few = tokens_of(site.experts)
-            _standing[experts] = Experts(
-                experts=experts, rounds=native_rounds(), stood=stood, few=few, untouched=compiled.untouched
-            )
-            _standing[experts].put_in()
-        standing[site.name] = _standing[experts]
+            found = Experts(experts=experts, rounds=native_rounds(), stood=stood, few=few, untouched=compiled.untouched)
+            experts.apply = MethodType(found, experts)
+        standing[site.name] = found
     if standing:
         counts = {name: each.ran for name, each in standing.items()}
         compiled.seams[ROUTED] = AtExperts(fusion=ROUTED, counts=counts, standing=standing)
@@ -90,7 +88,7 @@ def why_not(vllm_config: Any, block: nn.Module) -> str | None:
         return "its experts are not in fp8 with scales in blocks of 128 x 128, with silu * up without a clamp and without a bias between their products"
     try:
         check(APPLY, sys.modules[APPLY.module])
-        if "apply" in vars(experts) and experts not in _standing:
+        if "apply" in vars(experts) and _standing_in(experts) is None:
             return f"apply of this {type(experts).__qualname__} is another one's already"
         native_rounds()
         native_methods((experts, "apply"))
@@ -138,7 +136,7 @@ def _fits(experts: Any) -> bool:
 
 @define(kw_only=True, eq=False)
 class Experts:
-    """The experts of one layer."""
+    """The experts of one layer, called in the place of vLLM's method, whose object holds it."""
 
     experts: Any = field(repr=False)
     "VLLM's object."
@@ -155,33 +153,29 @@ class Experts:
     why_not: str | None = None
     "Why it is vLLM's way from now on, as a sentence."
 
-    def put_in(self) -> None:
-        """Stand at vLLM's call."""
-
-        def apply(_experts: Any, *args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(APPLY.takes[1:], args, strict=False)) | kwargs
-            if not self._takes(given):
-                return self._own(given)
-            tokens = len(given["hidden_states"])
-            if not self.tried and tokens and tokens not in self.untouched and possible():
-                self._try_out(given)
-            if not self.tried or self.why_not is not None or tokens > self.few:
-                return self._own(given)
-            problem = self.stood.changed()
-            if problem is None:
-                try:
-                    self._ours(given)
-                except Exception as error:  # vLLM's own call writes all that this one would have
-                    if not possible():
-                        raise
-                    problem = f"{type(error).__name__}: {error}"
-                else:
-                    self.ran[OP] += 1
-                    return None
-            self._leave(problem)
+    def __call__(self, _experts: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's."""
+        given = dict(zip(APPLY.takes[1:], args, strict=False)) | kwargs
+        if not self._takes(given):
             return self._own(given)
-
-        self.experts.apply = MethodType(apply, self.experts)
+        tokens = len(given["hidden_states"])
+        if not self.tried and tokens and tokens not in self.untouched and possible():
+            self._try_out(given)
+        if not self.tried or self.why_not is not None or tokens > self.few:
+            return self._own(given)
+        problem = self.stood.changed()
+        if problem is None:
+            try:
+                self._ours(given)
+            except Exception as error:  # vLLM's own call writes all that this one would have
+                if not possible():
+                    raise
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                self.ran[OP] += 1
+                return None
+        self._leave(problem)
+        return self._own(given)
 
     def _takes(self, given: dict[str, Any]) -> bool:
         """Whether a call is one that layerfuse computes."""
@@ -229,5 +223,7 @@ class Experts:
         once(logging.WARNING, GONE, problem)
 
 
-_standing: WeakKeyDictionary[Any, Experts] = WeakKeyDictionary()
-"""Object of vLLM's -> what stands at its call."""
+def _standing_in(experts: Any) -> Experts | None:
+    """What of ours stands in one of vLLM's objects."""
+    found = getattr(vars(experts).get("apply"), "__func__", None)
+    return found if isinstance(found, Experts) else None

@@ -5,8 +5,11 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import gc
+import logging
 import re
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +22,8 @@ pytest.importorskip("vllm_started")
 
 from test_vllm_plugin import ADD, BOTH, DUAL, SHORT, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from vllm.config import CUDAGraphMode
-from vllm_started import loaded_from_cache, started
+from vllm_started import loaded_from_cache, started, waiting
 
-from layerfuse.engines import process
 from layerfuse.engines.options import OptionsError, options_in
 from layerfuse.engines.vllm.host_bound import set_apart, tokens_of
 from layerfuse.fusion import FusionMissedError, backends
@@ -162,10 +164,27 @@ def test_what_was_compiled_is_kept_before_that_run(tmp_path: Path, caplog: pytes
     assert FUSED.format(ADD, 2, FIRST) in said(caplog)
 
 
+@pytest.mark.parametrize("steps", [(), (MORE,)], ids=["no run", "the profiling run alone"])
+def test_a_start_that_ends_before_the_run_that_is_looked_at_keeps_no_model(
+    steps: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps the frames of logged errors
+    with started("deepseek-v3", tmp_path, **SHORT, layerfuse=IN_ALL, captured=CAPTURED) as engine:
+        for tokens in steps:
+            engine(tokens)
+        module, compiled = waiting()
+        alive = weakref.ref(module), weakref.ref(compiled)
+    del engine, module, compiled
+    torch._dynamo.convert_frame._bytecode_hooks.clear()  # vLLM's own hold on what it compiles
+    torch._dynamo.reset()
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
+
+
 def test_a_run_that_raises_is_not_the_one_and_strict_stops_there(tmp_path: Path) -> None:
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=IN_ALL, captured=CAPTURED) as engine:
         engine(MORE)
-        ((_, compiled),) = process.this.waiting.values()
+        _, compiled = waiting()
         with mock.patch("vllm_started.before_attention", raises), pytest.raises(RuntimeError, match="once"):
             engine(6)
         assert compiled.pieces

@@ -26,7 +26,7 @@ from helpers import in_turn
 pytest.importorskip("vllm_started")
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.platforms import current_platform
-from vllm_started import BLOCK_FP8, ONE_LAYER, ROUNDING, TWO_LAYERS, apart, fp8, loaded_from_cache, started
+from vllm_started import BLOCK_FP8, ONE_LAYER, ROUNDING, TWO_LAYERS, apart, fp8, loaded_from_cache, started, waiting
 
 from layerfuse.engines import process
 from layerfuse.engines.hooks import owner_of
@@ -316,7 +316,7 @@ def test_a_manager_that_serves_all_models_of_a_process_has_the_pass_of_the_one_t
 
 def key(engine: Any) -> str:
     """What vLLM's cache knows the engine's model by."""
-    ((_, compiled),) = process.this.waiting.values()
+    _, compiled = waiting()
     plugin._find_key(compiled)
     with in_place_of_options(compiled):
         return str(engine.config.compute_hash())
@@ -473,7 +473,7 @@ def test_ranks_differ_where_their_reasons_do_and_not_in_the_numbers_of_nodes(
 
 def test_misses_that_differ_in_the_names_of_nodes_are_one_line(tmp_path: Path) -> None:
     with start(tmp_path) as engine:
-        ((_, compiled),) = process.this.waiting.values()
+        _, compiled = waiting()
         sites = [decision.site for decision in compiled.plan.expected(ADD)]
         missed = {ADD: {site: f"mm_{number} is read twice" for number, site in enumerate(sites)}}
         said = lines_of(Outcome(plan=compiled.plan, ranks=(RankReport(rank=0, fused={}, missed=missed, called=None),)))
@@ -498,12 +498,12 @@ def test_linears_that_quantise_inside_of_flashinfers_kernel_are_said_at_load(
     kernel = "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel"
     given = {"dtype": "bfloat16", "overrides": BLOCK_FP8}
     with fp8(kernel), start(tmp_path, layerfuse={"fusions": "+add_rms_norm"}, **given):
-        ((_, compiled),) = process.this.waiting.values()
+        _, compiled = waiting()
         assert not any(decision.fusion.endswith("_group_quant") for decision in compiled.plan.expected())
     (line,) = [line for line in lines(caplog) if "FlashInfer" in line]
     assert re.match(r"layerfuse: \d+ linears of DeepseekV3ForCausalLM quantise inside of FlashInfer's op", line)
     with fp8("cutlass:CutlassFp8BlockScaledMMKernel"), start(tmp_path, layerfuse={"fusions": "all"}, **given):
-        ((_, compiled),) = process.this.waiting.values()
+        _, compiled = waiting()
         assert any(decision.fusion.endswith("_group_quant") for decision in compiled.plan.expected())
     assert not any("FlashInfer" in line for line in lines(caplog))
 

@@ -51,6 +51,7 @@ from vllm_started import (
     loaded_from_cache,
     quantised_as_on_cuda,
     started,
+    waiting,
 )
 
 from layerfuse import registry
@@ -404,7 +405,7 @@ def test_launches_for_fewer_tokens_are_made_behind_the_profiling_run_and_count_f
 
 def test_copies_of_the_pass_write_to_the_same_report(tmp_path: Path) -> None:
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH):
-        ((_, compiled),) = process.this.waiting.values()
+        _, compiled = waiting()
         added = FusionPass(compiled.pipeline, compiled.key)
         for copied in (copy.deepcopy(added), pickle.loads(pickle.dumps(added))):
             assert copied.uuid() == added.uuid()
@@ -575,7 +576,7 @@ def test_a_class_derived_from_one_that_vllm_compiles_is_known_by_its_first_call(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH, split=False) as engine:
-        ((module, _),) = process.this.waiting.values()
+        module, _ = waiting()
         own = DeepseekV2Model.__call__
         module.__class__ = type("Derived", (DeepseekV2Model,), {"__module__": DeepseekV2Model.__module__})
         engine()
@@ -675,7 +676,7 @@ def test_batch_invariance_is_honoured(
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse={"strict": True}):  # nothing is asked for
         pass
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH):
-        ((_, compiled),) = process.this.waiting.values()
+        _, compiled = waiting()
         assert not compiled.active
         assert {d.reason for d in compiled.plan.refused(ADD)} == {
             "VLLM_BATCH_INVARIANT is set: vLLM keeps to kernels whose results do not depend on the batch"

@@ -5,6 +5,8 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -338,6 +340,15 @@ def test_what_stands_stays_where_the_plan_is_made_anew(vllms: list[int]) -> None
     assert vars(experts)["apply"] is standing
     called(experts, 20)
     assert taken(compiled) == 1
+
+
+def test_what_stands_there_goes_with_vllms_object(vllms: list[int]) -> None:
+    experts = experts_of()
+    put_in(experts)
+    alive = weakref.ref(experts)
+    del experts
+    gc.collect()
+    assert alive() is None
 
 
 def test_vllms_own_code_is_what_is_known() -> None:

@@ -41,7 +41,9 @@ from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm_layers import MODELS, architecture, fp8_kernel
 
-from layerfuse.engines.vllm import loading
+from layerfuse.engines import process
+from layerfuse.engines.compiled_module import CompiledModule
+from layerfuse.engines.vllm import loading, plugin
 from layerfuse.fusion import Target
 
 KDA = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn.KimiGatedDeltaNetAttention"
@@ -526,6 +528,12 @@ def close(found: Tensor, expected: Tensor) -> bool:
     """Whether results of a model in fp8 are alike, but for one token at most, for which rounding may choose another expert."""
     apart = sum(not torch.allclose(*rows, rtol=0.1, atol=0.1) for rows in zip(found, expected, strict=True))
     return bool(found.isfinite().all()) and apart <= 1
+
+
+def waiting() -> tuple[Any, CompiledModule]:
+    """The one module that waits for its first call, and what layerfuse plans in it."""
+    (module,) = process.this.waiting
+    return module, vars(module)[plugin.WAITS]
 
 
 def loaded_from_cache() -> int:
