@@ -45,24 +45,9 @@ def _bert_pre(before: str, after: str) -> Facts:
     )
 
 
+_POST = "Bert BertGeneration Camembert Data2VecText Electra Ernie Git RemBert RoCBert RoFormer Roberta XLMRoberta"
 _BERTS = {
-    **dict.fromkeys(
-        [
-            "Bert",
-            "BertGeneration",
-            "Camembert",
-            "Data2VecText",
-            "Electra",
-            "Ernie",
-            "Git",
-            "RemBert",
-            "RoCBert",
-            "RoFormer",
-            "Roberta",
-            "XLMRoberta",
-        ],
-        _BERT_POST,
-    ),
+    **dict.fromkeys(_POST.split(), _BERT_POST),
     "MegatronBert": _bert_pre("attention.ln", "ln"),
     "RobertaPreLayerNorm": _bert_pre("attention.LayerNorm", "intermediate.LayerNorm"),
     "XLMRobertaXL": _bert_pre("attention.self_attn_layer_norm", "LayerNorm"),

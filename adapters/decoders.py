@@ -5,7 +5,7 @@ Models build it under names of their own, so the classes are listed here, by how
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 
 from . import vocabulary as words
 from . import vocabulary_mlps as mlps
@@ -141,66 +141,39 @@ _VLLM = streams.VLLM_RESIDUAL.but(layer_index={"path": "self_attn.attn.layer_nam
 _VLLM_ZERO_CENTRED = streams.zero_centred(_VLLM, "variance_epsilon")
 _VLLM_SANDWICH = _named(_VLLM_ZERO_CENTRED, "pre_feedforward_layernorm").but(**_NOT_AS_GIVEN)
 
-_VLLM_MODELS: tuple[tuple[Facts, Mapping[str, str]], ...] = (
+_VLLM_MODELS: tuple[tuple[Facts, str], ...] = (
     (
         _VLLM,
-        {
-            "ernie45_moe": "Ernie4_5_Moe",
-            "glm4_moe": "Glm4Moe",
-            "llama": "Llama",
-            "minimax_m2": "MiniMaxM2",
-            "mistral": "Mistral",
-            "mixtral": "Mixtral",
-            "olmoe": "Olmoe",
-            "qwen2": "Qwen2",
-            "qwen2_moe": "Qwen2Moe",
-            "qwen3": "Qwen3",
-            "qwen3_moe": "Qwen3Moe",
-        },
+        "ernie45_moe:Ernie4_5_Moe glm4_moe:Glm4Moe llama:Llama minimax_m2:MiniMaxM2 mistral:Mistral mixtral:Mixtral olmoe:Olmoe qwen2:Qwen2"
+        " qwen2_moe:Qwen2Moe qwen3:Qwen3 qwen3_moe:Qwen3Moe",
     ),
-    (
-        _VLLM.but(**_NOT_AS_GIVEN),
-        {"glm4": "Glm4", "granite": "Granite", "hyperclovax": "HyperCLOVAX"},
-    ),
-    (_VLLM_ZERO_CENTRED, {"gemma": "Gemma"}),
-    (_VLLM_SANDWICH, {"gemma2": "Gemma2", "gemma3": "Gemma3"}),
+    (_VLLM.but(**_NOT_AS_GIVEN), "glm4:Glm4 granite:Granite hyperclovax:HyperCLOVAX"),
+    (_VLLM_ZERO_CENTRED, "gemma:Gemma"),
+    (_VLLM_SANDWICH, "gemma2:Gemma2 gemma3:Gemma3"),
 )
-_VLLM_MLPS = {
-    "ernie45_moe": "Ernie4_5_MoeMLP",
-    "gemma": "GemmaMLP",
-    "gemma2": "Gemma2MLP",
-    "gemma3": "Gemma3MLP",
-    "glm4_moe": "Glm4MoeMLP",
-    "granite": "GraniteMLP",
-    "hyperclovax": "HyperCLOVAXMLP",
-    "llama": "LlamaMLP",
-    "qwen2": "Qwen2MLP",
-    "qwen3_moe": "Qwen3MoeMLP",
-}
+_VLLM_MLPS = (
+    "ernie45_moe:Ernie4_5_MoeMLP gemma:GemmaMLP gemma2:Gemma2MLP gemma3:Gemma3MLP glm4_moe:Glm4MoeMLP granite:GraniteMLP"
+    " hyperclovax:HyperCLOVAXMLP llama:LlamaMLP qwen2:Qwen2MLP qwen3_moe:Qwen3MoeMLP"
+)
 _FILES = "vllm.model_executor.models"
 
 
 _WITH_QK_NORMS = words.VLLM_GQA.but(**words.qk_norms("variance_epsilon"), rope=words.QK_ROPE_MODULE)
 
 
-def _vllm(facts: Facts, models: Mapping[str, str]) -> dict[str, Facts]:
-    parts = {"DecoderLayer": facts, "Model": streams.final_norm(facts)}
-    return {
-        f"{_FILES}.{file}:{name}{end}": part
-        for file, name in models.items()
-        for end, part in {
-            "Attention": _WITH_QK_NORMS if name in ("Qwen3", "Qwen3Moe") else words.VLLM_GQA,
-            **parts,
-        }.items()
-    }
+def _vllm(facts: Facts, places: str) -> Iterator[tuple[str, Facts]]:
+    for place in places.split():
+        file, _, name = place.partition(":")
+        attention = _WITH_QK_NORMS if name in ("Qwen3", "Qwen3Moe") else words.VLLM_GQA
+        yield from streams.classes_of(f"{_FILES}.{file}", name, attention, facts).items()
 
 
 DECODERS = Adapter(
     "decoders",
     layers={
         **_TRANSFORMERS,
-        **{key: part for each in _VLLM_MODELS for key, part in _vllm(*each).items()},
-        **{f"{_FILES}.{file}:{name}": mlps.VLLM_MLP for file, name in _VLLM_MLPS.items()},
+        **dict(part for each in _VLLM_MODELS for part in _vllm(*each)),
+        **{f"{_FILES}.{place}": mlps.VLLM_MLP for place in _VLLM_MLPS.split()},
     },
     ignored=(
         # Of pictures and sound.

@@ -73,58 +73,6 @@ _WEIGHTLESS = [
 ]
 _SANDWICH = ("input_layernorm", "pre_feedforward_layernorm")
 
-_MODELS: dict[str, tuple[str, Facts, Facts]] = {
-    "afmoe": ("Afmoe", _GQA, stream(("input_layernorm", "pre_mlp_layernorm"), **_NOT_AS_GIVEN)),
-    "apertus": ("Apertus", _GQA, stream(("attention_layernorm", "feedforward_layernorm"), up=["up_proj"])),
-    "arcee": ("Arcee", _GQA, stream(up=["up_proj"])),
-    "cohere2_moe": ("Cohere2Moe", _GQA, stream([_COHERE], **_AT_ONCE)),
-    "commandr": ("Cohere", _GQA, stream([_COHERE], **_AT_ONCE)),
-    "deepseek": ("Deepseek", _GQA, _USUAL),
-    "exaone_moe": ("ExaoneMoE", _GQA, _USUAL),
-    "exaone4": ("Exaone4", _GQA, stream((), **_NOT_AS_GIVEN)),
-    # The weights of its norms are loaded with the 1 added.
-    "gemma": ("Gemma", _GQA, _USUAL),
-    "gemma2": ("Gemma2", _GQA, stream(_SANDWICH, like=_ZERO_CENTRED, **_NOT_AS_GIVEN)),
-    "glm4": ("Glm4", _GQA, _SCALED),
-    "glm4_moe": ("Glm4Moe", _GQA, _USUAL),
-    "granite": ("Granite", _GQA, _SCALED),
-    "granitemoe": (
-        "GraniteMoe",
-        _GQA,
-        stream(mlp="block_sparse_moe", also=["shared_mlp.input_linear"], **_NOT_AS_GIVEN),
-    ),
-    "hunyuan": ("HunYuan", _GQA, _USUAL),
-    "hunyuan_v3": ("HYV3", _GQA, _USUAL),
-    "laguna": ("Laguna", _GQA, _USUAL),
-    "llama": ("Llama", _GQA, _USUAL),
-    "mellum": ("Mellum", _GQA, _USUAL),
-    "minicpm": ("MiniCPM", _GQA, _SCALED),
-    "minimax_m2": ("MiniMaxM2", _GQA, _SPARSE),
-    "mixtral": ("Mixtral", _GQA, _SPARSE),
-    "mixtral_quant": ("Mixtral", _GQA, _SPARSE),
-    "olmo": ("Olmo", _GQA, stream(_WEIGHTLESS)),
-    "olmo2": ("Olmo2", _GQA, stream((), **_NOT_AS_GIVEN)),
-    "olmoe": ("Olmoe", _GQA, _USUAL),
-    "orion": ("Orion", _GQA, stream(like=_TORCHS)),
-    "phimoe": ("PhiMoE", _GQA, stream(like=_TORCHS, mlp="block_sparse_moe")),
-    "qwen2": ("Qwen2", _GQA, _USUAL),
-    "qwen2_moe": ("Qwen2Moe", _GQA, _USUAL),
-    "qwen3": ("Qwen3", _QK_NORMS, _USUAL),
-    "qwen3_moe": ("Qwen3Moe", _QK_NORMS, _USUAL),
-    "solar": ("Solar", _GQA, _USUAL),
-    "xverse": ("Xverse", _GQA, _USUAL),
-    "xverse_moe": ("Xverse", _GQA, _USUAL),
-}
-"""File -> what its classes begin with, and the facts of its attention and its decoder layer."""
-
-
-def _final(layer: Facts) -> Facts:
-    """What holds these layers. Where their norms stand behind the blocks, the last one is the usual one still."""
-    return streams.final_norm(layer if layer.words["input_norms"] else _USUAL)
-
-
-_FINALS = {id(layer): _final(layer) for layer in {id(each): each for _, _, each in _MODELS.values()}.values()}
-
 _BAILING = stream(attention="attention", out="dense", first="query_key_value")
 _BAILING_GQA = attention("dense", "query_key_value")
 _DENSE_4H: dict[str, Any] = {"up": ["dense_h_to_4h"], "down": "dense_4h_to_h"}
@@ -158,77 +106,78 @@ _OPT = stream(
 _PERSIMMON = stream(like=_TORCHS, out="dense", first="query_key_value", **_DENSE_4H)
 _PHI = stream(["input_layernorm"], like=_TORCHS, out="dense", up=["fc1"], down="fc2", **_AT_ONCE)
 _QWEN = stream(("ln_1", "ln_2"), attention="attn", out="c_proj", first="c_attn", down="c_proj")
-_STABLELM = stream(like=_TORCHS)
-_STARCODER = stream(like=_TORCHS, up=["c_fc"], down="c_proj")
 
-_OTHERS: dict[str, Facts | tuple[Facts, ...]] = {
-    "bailing_moe:BailingMoEAttention": _BAILING_GQA,
-    "bailing_moe:BailingMoEBlock": _BAILING,
-    "bailing_moe:BailingMoEModel": streams.final_norm(_BAILING),
-    "chatglm:GLMAttention": attention("dense", "query_key_value"),
-    "chatglm:GLMBlock": _GLM,
-    "chatglm:GLMTransformer": streams.final_norm(_GLM, "layers", "final_layernorm"),
-    "ernie4:Ernie4DecoderLayer": _USUAL,
-    "ernie4:Ernie4Model": streams.final_norm(_USUAL),
-    "exaone:ExaoneAttention": attention("out_proj"),
-    "exaone:ExaoneDecoderLayer": _EXAONE,
-    "exaone:ExaoneModel": streams.final_norm(_EXAONE, "h", "ln_f"),
-    "gemma3_causal:Gemma3Attention": _GQA,
-    "gemma3_causal:Gemma3DecoderLayer": _GEMMA3,
-    "gemma3_causal:Gemma3TextModel": streams.final_norm(_GEMMA3),
-    "glm4_moe_lite:Glm4MoeLiteDecoderLayer": _MLA,
-    "glm4_moe_lite:Glm4MoeLiteModel": streams.final_norm(_MLA),
-    "gpt2:GPT2Attention": attention("c_proj", "c_attn"),
-    "gpt2:GPT2Block": _GPT2,
-    "gpt2:GPT2Model": streams.final_norm(_GPT2, "h", "ln_f"),
-    "gpt_bigcode:GPTBigCodeAttention": attention("c_proj", "c_attn"),
-    "gpt_bigcode:GPTBigCodeBlock": _GPT2,
-    "gpt_bigcode:GPTBigCodeModel": streams.final_norm(_GPT2, "h", "ln_f"),
-    "gpt_j:GPTJAttention": attention("out_proj"),
-    "gpt_j:GPTJBlock": _GPTJ,
-    "gpt_j:GPTJModel": streams.final_norm(_GPTJ, "h", "ln_f"),
-    "grok:Grok1Attention": _GQA,
-    "grok:Grok1DecoderLayer": _GROK,
-    "grok:Grok1Model": streams.final_norm(_GROK),
-    "internlm2:InternLM2Attention": attention("wo", "wqkv"),
-    "internlm2:InternLMDecoderLayer": _INTERN,
-    "internlm2:InternLM2Model": streams.final_norm(_INTERN),
-    "llada2:LLaDA2MoeAttention": _BAILING_GQA,
-    "llada2:LLaDA2MoeBlock": _BAILING,
-    "llada2:LLaDA2MoeModel": streams.final_norm(_BAILING),
-    "mimo_v2:MiMoV2Attention": _GQA.but(has_sinks={"path": "attention_sink_bias", "as": "present"}),
-    "mimo_v2:MiMoV2DecoderLayer": _USUAL,
-    "mimo_v2:MiMoV2Model": streams.final_norm(_USUAL),
-    "minicpm3:MiniCPM3AttentionMLA": words.SGLANG_MLA,
-    "minicpm3:MiniCPM3DecoderLayer": _MINICPM3,
-    "minicpm3:MiniCPM3Model": streams.final_norm(_MINICPM3),
-    "opt:OPTAttention": attention("out_proj"),
-    "opt:OPTDecoderLayer": (_OPT, mlp(plain_mlp("fc1", "fc2", "activation_fn"), "fc2")),
-    "opt:OPTDecoder": streams.final_norm(_OPT, "layers", "final_layer_norm"),
-    "persimmon:PersimmonAttention": attention("dense", "query_key_value"),
-    "persimmon:PersimmonDecoderLayer": _PERSIMMON,
-    "persimmon:PersimmonModel": streams.final_norm(_PERSIMMON, "layers", "final_layernorm"),
-    "phi:PhiAttention": attention("dense"),
-    "phi:PhiLayer": _PHI,
-    "phi:PhiModel": streams.final_norm(_PHI, "layers", "final_layernorm"),
-    "qwen:QWenAttention": attention("c_proj", "c_attn"),
-    "qwen:QWenBlock": _QWEN,
-    "qwen:QWenModel": streams.final_norm(_QWEN, "h", "ln_f"),
-    "sarvam_moe:SarvamMoEMLAAttention": words.SGLANG_MLA,
-    "sarvam_moe:SarvamMoEMLADecoderLayer": _MLA,
-    "sarvam_moe:SarvamMLAModel": streams.final_norm(_MLA),
-    **{
-        f"{file}:{name}{end}": facts
-        for file, name in (("sdar", "SDAR"), ("sdar_moe", "SDARMoe"))
-        for end, facts in (("Attention", _GQA), ("Block", _USUAL), ("Model", streams.final_norm(_USUAL)))
-    },
-    "stablelm:StablelmAttention": _GQA,
-    "stablelm:StablelmDecoderLayer": _STABLELM,
-    "stablelm:StableLMEpochModel": streams.final_norm(_STABLELM),
-    "starcoder2:Starcoder2Attention": _GQA,
-    "starcoder2:Starcoder2DecoderLayer": _STARCODER,
-    "starcoder2:Starcoder2Model": streams.final_norm(_STARCODER),
-}
+_BLOCK = "Attention Block Model"
+_H = ("h", "ln_f")
+_LAYERNORM = ("layers", "final_layernorm")
+
+_MODELS: tuple[tuple[Any, ...], ...] = (
+    ("afmoe", "Afmoe", _GQA, stream(("input_layernorm", "pre_mlp_layernorm"), **_NOT_AS_GIVEN)),
+    ("apertus", "Apertus", _GQA, stream(("attention_layernorm", "feedforward_layernorm"), up=["up_proj"])),
+    ("arcee", "Arcee", _GQA, stream(up=["up_proj"])),
+    ("bailing_moe", "BailingMoE", _BAILING_GQA, _BAILING, _BLOCK),
+    ("chatglm", "GLM", attention("dense", "query_key_value"), _GLM, "Attention Block Transformer", _LAYERNORM),
+    ("cohere2_moe", "Cohere2Moe", _GQA, stream([_COHERE], **_AT_ONCE)),
+    ("commandr", "Cohere", _GQA, stream([_COHERE], **_AT_ONCE)),
+    ("deepseek", "Deepseek", _GQA, _USUAL),
+    ("ernie4", "Ernie4", None, _USUAL),
+    ("exaone", "Exaone", attention("out_proj"), _EXAONE, streams.USUAL_ENDS, _H),
+    ("exaone4", "Exaone4", _GQA, stream((), **_NOT_AS_GIVEN)),
+    ("exaone_moe", "ExaoneMoE", _GQA, _USUAL),
+    # The weights of its norms are loaded with the 1 added.
+    ("gemma", "Gemma", _GQA, _USUAL),
+    ("gemma2", "Gemma2", _GQA, stream(_SANDWICH, like=_ZERO_CENTRED, **_NOT_AS_GIVEN)),
+    ("gemma3_causal", "Gemma3", _GQA, _GEMMA3, "Attention DecoderLayer TextModel"),
+    ("glm4", "Glm4", _GQA, _SCALED),
+    ("glm4_moe", "Glm4Moe", _GQA, _USUAL),
+    ("glm4_moe_lite", "Glm4MoeLite", None, _MLA),
+    ("gpt2", "GPT2", attention("c_proj", "c_attn"), _GPT2, _BLOCK, _H),
+    ("gpt_bigcode", "GPTBigCode", attention("c_proj", "c_attn"), _GPT2, _BLOCK, _H),
+    ("gpt_j", "GPTJ", attention("out_proj"), _GPTJ, _BLOCK, _H),
+    ("granite", "Granite", _GQA, _SCALED),
+    (
+        "granitemoe",
+        "GraniteMoe",
+        _GQA,
+        stream(mlp="block_sparse_moe", also=["shared_mlp.input_linear"], **_NOT_AS_GIVEN),
+    ),
+    ("grok", "Grok1", _GQA, _GROK),
+    ("hunyuan", "HunYuan", _GQA, _USUAL),
+    ("hunyuan_v3", "HYV3", _GQA, _USUAL),
+    ("internlm2", "InternLM", attention("wo", "wqkv"), _INTERN, "2Attention DecoderLayer 2Model"),
+    ("laguna", "Laguna", _GQA, _USUAL),
+    ("llada2", "LLaDA2Moe", _BAILING_GQA, _BAILING, _BLOCK),
+    ("llama", "Llama", _GQA, _USUAL),
+    ("mellum", "Mellum", _GQA, _USUAL),
+    ("mimo_v2", "MiMoV2", _GQA.but(has_sinks={"path": "attention_sink_bias", "as": "present"}), _USUAL),
+    ("minicpm", "MiniCPM", _GQA, _SCALED),
+    ("minicpm3", "MiniCPM3", words.SGLANG_MLA, _MINICPM3, "AttentionMLA DecoderLayer Model"),
+    ("minimax_m2", "MiniMaxM2", _GQA, _SPARSE),
+    ("mixtral", "Mixtral", _GQA, _SPARSE),
+    ("mixtral_quant", "Mixtral", _GQA, _SPARSE),
+    ("olmo", "Olmo", _GQA, stream(_WEIGHTLESS)),
+    ("olmo2", "Olmo2", _GQA, stream((), **_NOT_AS_GIVEN)),
+    ("olmoe", "Olmoe", _GQA, _USUAL),
+    ("opt", "OPT", attention("out_proj"), _OPT, "Attention DecoderLayer Decoder", ("layers", "final_layer_norm")),
+    ("orion", "Orion", _GQA, stream(like=_TORCHS)),
+    ("persimmon", "Persimmon", attention("dense", "query_key_value"), _PERSIMMON, streams.USUAL_ENDS, _LAYERNORM),
+    ("phi", "Phi", attention("dense"), _PHI, "Attention Layer Model", _LAYERNORM),
+    ("phimoe", "PhiMoE", _GQA, stream(like=_TORCHS, mlp="block_sparse_moe")),
+    ("qwen", "QWen", attention("c_proj", "c_attn"), _QWEN, _BLOCK, _H),
+    ("qwen2", "Qwen2", _GQA, _USUAL),
+    ("qwen2_moe", "Qwen2Moe", _GQA, _USUAL),
+    ("qwen3", "Qwen3", _QK_NORMS, _USUAL),
+    ("qwen3_moe", "Qwen3Moe", _QK_NORMS, _USUAL),
+    ("sarvam_moe", "Sarvam", words.SGLANG_MLA, _MLA, "MoEMLAAttention MoEMLADecoderLayer MLAModel"),
+    ("sdar", "SDAR", _GQA, _USUAL, _BLOCK),
+    ("sdar_moe", "SDARMoe", _GQA, _USUAL, _BLOCK),
+    ("solar", "Solar", _GQA, _USUAL),
+    ("stablelm", "", _GQA, stream(like=_TORCHS), "StablelmAttention StablelmDecoderLayer StableLMEpochModel"),
+    ("starcoder2", "Starcoder2", _GQA, stream(like=_TORCHS, up=["c_fc"], down="c_proj")),
+    ("xverse", "Xverse", _GQA, _USUAL),
+    ("xverse_moe", "Xverse", _GQA, _USUAL),
+)
+"""As `vocabulary_streams.classes_of` takes them."""
 
 _GATED = (
     "afmoe:AfmoeMLP bailing_moe:BailingMoEMLP commandr:CohereMLP cohere2_moe:Cohere2MoeMLP deepseek:DeepseekMLP exaone4:Exaone4GatedMLP"
@@ -240,7 +189,7 @@ _GATED = (
 )
 _PLAIN = mlp(plain_mlp("up_proj", "down_proj", "act_fn"))
 _C_FC = mlp(plain_mlp("c_fc", "c_proj", "act"), "c_proj")
-_MLPS: dict[str, Facts] = {
+_MLPS: dict[str, Facts | tuple[Facts, ...]] = {
     **dict.fromkeys(_GATED.split(), SGLANG_MLP),
     "apertus:ApertusMLP": _PLAIN,
     "arcee:ArceeMLP": _PLAIN,
@@ -252,6 +201,7 @@ _MLPS: dict[str, Facts] = {
     "granitemoe:GraniteMoeSharedMLP": mlp(SGLANG_MLP, "output_linear"),
     "internlm2:InternLM2MLP": mlp(SGLANG_MLP, "w2"),
     "persimmon:PersimmonMLP": mlp(plain_mlp("dense_h_to_4h", "dense_4h_to_h", "act"), "dense_4h_to_h"),
+    "opt:OPTDecoderLayer": (_OPT, mlp(plain_mlp("fc1", "fc2", "activation_fn"), "fc2")),
     "phi:PhiMLP": mlp(plain_mlp("fc1", "fc2", "act"), "fc2"),
     "qwen:QWenMLP": mlp(SGLANG_MLP, "c_proj"),
     "starcoder2:Starcoder2MLP": _C_FC,
@@ -259,14 +209,7 @@ _MLPS: dict[str, Facts] = {
 
 SGLANG_DECODERS = Adapter(
     "sglang_decoders",
-    layers={
-        **{
-            f"{FILES}.{file}:{name}{end}": facts
-            for file, (name, attention, layer) in _MODELS.items()
-            for end, facts in (("Attention", attention), ("DecoderLayer", layer), ("Model", _FINALS[id(layer)]))
-        },
-        **{f"{FILES}.{place}": facts for place, facts in {**_OTHERS, **_MLPS}.items()},
-    },
+    layers={f"{FILES}.{place}": facts for place, facts in {**streams.classes(_MODELS), **_MLPS}.items()},
     # Drafts: what comes to these layers is more than the stream, and their bases' norms stand elsewhere in them.
     ignored=(
         f"{FILES}.llama_eagle:LlamaDecoderLayer",

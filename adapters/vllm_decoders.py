@@ -89,38 +89,12 @@ _1P = [layer_norm(each, epsilon="eps", has_bias=const(True), **_ZERO_CENTRED) fo
 _GQA = words.VLLM_GQA
 _MLA = streams.VLLM_RESIDUAL.but(layer_index={"path": "self_attn.attn.layer_name", "as": "name_index"})
 
-_MODELS: dict[str, tuple[str, Facts, Facts]] = {
-    "afmoe": ("Afmoe", _GQA, stream(("input_layernorm", "pre_mlp_layernorm"), **_NOT_AS_GIVEN)),
-    "apertus": (
-        "Apertus",
-        _GQA.but(hidden_size="hidden_size"),
-        stream(("attention_layernorm", "feedforward_layernorm"), up=["up_proj"]),
-    ),
-    "commandr": ("Cohere", _GQA, stream([_COHERE], **_AT_ONCE)),
-    # With RMSNorms where the config says their epsilon.
-    "cohere2_moe": ("Cohere2Moe", _GQA, stream([_COHERE], **_AT_ONCE, unless="uses_rms_norm")),
-    "exaone_moe": ("ExaoneMoe", _GQA, stream()),
-    "granitemoe": ("GraniteMoe", _GQA, stream(mlp="block_sparse_moe", **_NOT_AS_GIVEN)),
-    "hy_v3": ("HYV3", _GQA, stream(also=["mlp.shared_mlp.gate_up_proj"])),
-    "laguna": ("Laguna", _GQA, stream(up=["gate_proj", "up_proj"])),
-    "minicpm": ("MiniCPM", _GQA, stream(**_NOT_AS_GIVEN)),
-    "minicpm3": ("MiniCPM3", words.VLLM_MLA_EXPANDED, _MLA.but(**_NOT_AS_GIVEN)),
-    "nemotron": ("Nemotron", _GQA, stream(_1P, up=["up_proj"])),
-    "orion": ("Orion", _GQA, stream(like=_TORCHS)),
-    "solar": ("Solar", _GQA, stream()),
-}
-"""File -> what its classes begin with, and the facts of its attention and its decoder layer."""
-
 _INTERN = stream(
     ("attention_norm", "ffn_norm"), attention="attention", out="wo", first="wqkv", mlp="feed_forward", down="w2"
 )
 _EXAONE = stream(("ln_1", "ln_2"), attention="attn.attention", out="out_proj", down="c_proj")
 _BAILING = stream(attention="attention", out="dense", first="query_key_value")
-_STEP1 = stream()
 _PANGU = stream(unless=["sandwich_norm", "use_sink_attention"])
-_PHIMOE = stream(like=_TORCHS, mlp="block_sparse_moe")
-_MIMO = stream()
-_STABLELM = stream(like=_TORCHS)
 _GRANITE_SHARED = stream(mlp="block_sparse_moe", also=["shared_mlp.input_linear"], **_NOT_AS_GIVEN)
 
 _FALCON = stream(
@@ -147,92 +121,67 @@ _OPT = stream(
 ).but(last_linear="fc2", mixture=None)
 _ALL_HEADS = _GQA.but(num_local_heads="num_heads", num_local_kv_heads="num_heads")
 """Each head has keys and values of its own."""
+_APERTUS = stream(("attention_layernorm", "feedforward_layernorm"), up=["up_proj"])
+_BAILING_GQA = _GQA.but(num_kv_heads="total_kv_heads", softmax_scale="scale", tp_rank="dense.tp_rank")
+_FALCON_GQA = _GQA.but(softmax_scale="inv_norm_factor", tp_rank="dense.tp_rank")
+_GPTJ_HEADS = _ALL_HEADS.but(
+    head_dim="head_size", num_kv_heads="total_num_heads", softmax_scale="attn.impl.scale", tp_rank="out_proj.tp_rank"
+)
+_GPT2_HEADS = _ALL_HEADS.but(
+    num_heads="c_proj.input_size / head_dim",
+    num_kv_heads="c_proj.input_size / head_dim",
+    softmax_scale="scale",
+    tp_rank="c_proj.tp_rank",
+)
+_OPT_HEADS = _ALL_HEADS.but(
+    num_heads="out_proj.input_size / head_dim",
+    num_kv_heads="out_proj.input_size / head_dim",
+    hidden_size="embed_dim",
+    tp_rank="out_proj.tp_rank",
+)
+_STABLELM_GQA = _GQA.but(num_kv_heads="total_num_key_value_heads", num_local_kv_heads="num_key_value_heads")
 
-_OTHERS: dict[str, Facts | tuple[Facts, ...]] = {
-    "bailing_moe:BailingAttention": _GQA.but(
-        num_kv_heads="total_kv_heads", softmax_scale="scale", tp_rank="dense.tp_rank"
-    ),
-    "bailing_moe:BailingMoeBlock": _BAILING,
-    "bailing_moe:BailingMoeModel": streams.final_norm(_BAILING),
-    "deepseek_v2:DeepseekAttention": _GQA,
-    "exaone4:Exaone4Attention": _GQA,
-    "exaone4:Exaone4DecoderLayer": stream((), **_NOT_AS_GIVEN),
-    "exaone4:Exaone4Model": streams.final_norm(stream()),
-    "exaone:ExaoneAttention": _GQA.but(tp_rank="out_proj.tp_rank"),
-    "exaone:ExaoneDecoderLayer": _EXAONE,
-    "exaone:ExaoneModel": streams.final_norm(_EXAONE, "h", "ln_f"),
-    "falcon:FalconAttention": _GQA.but(softmax_scale="inv_norm_factor", tp_rank="dense.tp_rank"),
-    "falcon:FalconDecoderLayer": _FALCON,
-    "falcon:FalconModel": streams.final_norm(_FALCON, "h", "ln_f"),
-    "glm4_moe_lite:Glm4MoeLiteDecoderLayer": streams.VLLM_RESIDUAL,
-    "glm4_moe_lite:Glm4MoeLiteModel": streams.final_norm(streams.VLLM_RESIDUAL),
-    "gpt_j:GPTJAttention": _ALL_HEADS.but(
-        head_dim="head_size",
-        num_kv_heads="total_num_heads",
-        softmax_scale="attn.impl.scale",
-        tp_rank="out_proj.tp_rank",
-    ),
-    "gpt_j:GPTJBlock": _GPTJ,
-    "gpt_j:GPTJModel": streams.final_norm(_GPTJ, "h", "ln_f"),
-    "gpt2:GPT2Attention": _ALL_HEADS.but(
-        num_heads="c_proj.input_size / head_dim",
-        num_kv_heads="c_proj.input_size / head_dim",
-        softmax_scale="scale",
-        tp_rank="c_proj.tp_rank",
-    ),
-    "gpt2:GPT2Block": _GPT2,
-    "gpt2:GPT2Model": streams.final_norm(_GPT2, "h", "ln_f"),
-    "granitemoeshared:GraniteMoeSharedDecoderLayer": _GRANITE_SHARED,
-    "granitemoeshared:GraniteMoeSharedModel": streams.final_norm(_GRANITE_SHARED),
-    "internlm2:InternLM2Attention": _GQA.but(tp_rank="wo.tp_rank"),
-    "internlm2:InternLMDecoderLayer": _INTERN,
-    "internlm2:InternLM2Model": streams.final_norm(_INTERN),
-    "mimo_v2:MiMoV2Attention": _GQA,
-    "mimo_v2:MiMoV2FlashDecoderLayer": _MIMO,
-    "mimo_v2:MiMoV2Model": streams.final_norm(_MIMO),
-    "openpangu:OpenPanguEmbeddedAttention": _GQA,
-    "openpangu:OpenPanguDecoderLayer": _PANGU,
-    "openpangu:OpenPanguModel": streams.final_norm(_PANGU),
-    "opt:OPTAttention": _ALL_HEADS.but(
-        num_heads="out_proj.input_size / head_dim",
-        num_kv_heads="out_proj.input_size / head_dim",
-        hidden_size="embed_dim",
-        tp_rank="out_proj.tp_rank",
-    ),
-    "opt:OPTDecoderLayer": (_OPT, mlp_of(plain_mlp("fc1", "fc2", "activation_fn"), "fc2")),
-    "opt:OPTDecoder": streams.final_norm(_OPT, "layers", "final_layer_norm"),
-    "phimoe:PhiMoEAttention": _GQA,
-    "phimoe:PhiMoEDecoderLayer": _PHIMOE,
-    "phimoe:PhiMoEModel": streams.final_norm(_PHIMOE),
-    "stablelm:StablelmAttention": _GQA.but(
-        num_kv_heads="total_num_key_value_heads", num_local_kv_heads="num_key_value_heads"
-    ),
-    "stablelm:StablelmDecoderLayer": _STABLELM,
-    "stablelm:StableLMEpochModel": streams.final_norm(_STABLELM),
-    "step1:StepAttention": _GQA.but(softmax_scale="scale"),
-    "step1:StepDecoderLayer": _STEP1,
-    "step1:StepDecoderModel": streams.final_norm(_STEP1),
-}
+_H = ("h", "ln_f")
+_MODELS: tuple[tuple[Any, ...], ...] = (
+    ("afmoe", "Afmoe", _GQA, stream(("input_layernorm", "pre_mlp_layernorm"), **_NOT_AS_GIVEN)),
+    ("apertus", "Apertus", _GQA.but(hidden_size="hidden_size"), _APERTUS),
+    ("bailing_moe", "Bailing", _BAILING_GQA, _BAILING, "Attention MoeBlock MoeModel"),
+    ("commandr", "Cohere", _GQA, stream([_COHERE], **_AT_ONCE)),
+    # With RMSNorms where the config says their epsilon.
+    ("cohere2_moe", "Cohere2Moe", _GQA, stream([_COHERE], **_AT_ONCE, unless="uses_rms_norm")),
+    ("exaone", "Exaone", _GQA.but(tp_rank="out_proj.tp_rank"), _EXAONE, streams.USUAL_ENDS, _H),
+    ("exaone4", "Exaone4", _GQA, stream((), **_NOT_AS_GIVEN)),
+    ("exaone_moe", "ExaoneMoe", _GQA, stream()),
+    ("falcon", "Falcon", _FALCON_GQA, _FALCON, streams.USUAL_ENDS, _H),
+    ("glm4_moe_lite", "Glm4MoeLite", None, streams.VLLM_RESIDUAL),
+    ("gpt_j", "GPTJ", _GPTJ_HEADS, _GPTJ, "Attention Block Model", _H),
+    ("gpt2", "GPT2", _GPT2_HEADS, _GPT2, "Attention Block Model", _H),
+    ("granitemoe", "GraniteMoe", _GQA, stream(mlp="block_sparse_moe", **_NOT_AS_GIVEN)),
+    ("granitemoeshared", "GraniteMoeShared", None, _GRANITE_SHARED),
+    ("hy_v3", "HYV3", _GQA, stream(also=["mlp.shared_mlp.gate_up_proj"])),
+    ("internlm2", "InternLM", _GQA.but(tp_rank="wo.tp_rank"), _INTERN, "2Attention DecoderLayer 2Model"),
+    ("laguna", "Laguna", _GQA, stream(up=["gate_proj", "up_proj"])),
+    ("mimo_v2", "MiMoV2", _GQA, stream(), "Attention FlashDecoderLayer Model"),
+    ("minicpm", "MiniCPM", _GQA, stream(**_NOT_AS_GIVEN)),
+    ("minicpm3", "MiniCPM3", words.VLLM_MLA_EXPANDED, _MLA.but(**_NOT_AS_GIVEN)),
+    ("nemotron", "Nemotron", _GQA, stream(_1P, up=["up_proj"])),
+    ("openpangu", "OpenPangu", _GQA, _PANGU, "EmbeddedAttention DecoderLayer Model"),
+    ("opt", "OPT", _OPT_HEADS, _OPT, "Attention DecoderLayer Decoder", ("layers", "final_layer_norm")),
+    ("orion", "Orion", _GQA, stream(like=_TORCHS)),
+    ("phimoe", "PhiMoE", _GQA, stream(like=_TORCHS, mlp="block_sparse_moe")),
+    ("solar", "Solar", _GQA, stream()),
+    ("stablelm", "", _STABLELM_GQA, stream(like=_TORCHS), "StablelmAttention StablelmDecoderLayer StableLMEpochModel"),
+    ("step1", "Step", _GQA.but(softmax_scale="scale"), stream(), "Attention DecoderLayer DecoderModel"),
+)
+"""As `vocabulary_streams.classes_of` takes them."""
 
 _PLAIN = mlp_of(plain_mlp("up_proj", "down_proj", "act_fn"), "down_proj")
-_MLPS: dict[str, Facts] = {
-    **dict.fromkeys(
-        [
-            "bailing_moe:BailingMLP",
-            "commandr:CohereMLP",
-            "cohere2_moe:Cohere2MoeMLP",
-            "exaone4:Exaone4GatedMLP",
-            "hy_v3:HYV3FeedForward",
-            "minicpm:MiniCPMMLP",
-            "mimo_v2:MiMoV2MLP",
-            "openpangu:OpenPanguMLP",
-            "orion:OrionMLP",
-            "solar:SolarMLP",
-            "stablelm:StablelmMLP",
-            "step1:StepMLP",
-        ],
-        VLLM_MLP,
-    ),
+_GATED = (
+    "bailing_moe:BailingMLP commandr:CohereMLP cohere2_moe:Cohere2MoeMLP exaone4:Exaone4GatedMLP hy_v3:HYV3FeedForward minicpm:MiniCPMMLP"
+    " mimo_v2:MiMoV2MLP openpangu:OpenPanguMLP orion:OrionMLP solar:SolarMLP stablelm:StablelmMLP step1:StepMLP"
+)
+_MLPS: dict[str, Facts | tuple[Facts, ...]] = {
+    **dict.fromkeys(_GATED.split(), VLLM_MLP),
     "apertus:ApertusMLP": _PLAIN,
     "exaone:ExaoneGatedMLP": mlp_of(VLLM_MLP, "c_proj"),
     "granitemoeshared:GraniteMoeSharedMLP": mlp_of(VLLM_MLP, "output_linear"),
@@ -242,20 +191,13 @@ _MLPS: dict[str, Facts] = {
     "internlm2:InternLM2MLP": mlp_of(VLLM_MLP, "w2"),
     "laguna:LagunaMLP": VLLM_MLP.but(activation=const("silu"), swiglu_limit=const(None)),
     "nemotron:NemotronMLP": _PLAIN,
+    "opt:OPTDecoderLayer": (_OPT, mlp_of(plain_mlp("fc1", "fc2", "activation_fn"), "fc2")),
 }
 
 VLLM_DECODERS = Adapter(
     "vllm_decoders",
     layers={
-        **{
-            f"{FILES}.{file}:{name}{end}": facts
-            for file, (name, attention, layer) in _MODELS.items()
-            for end, facts in (
-                ("Attention", attention),
-                ("DecoderLayer", layer),
-                ("Model", streams.final_norm(layer)),
-            )
-        },
-        **{f"{FILES}.{place}": facts for place, facts in {**_OTHERS, **_MLPS}.items()},
+        **{f"{FILES}.{place}": facts for place, facts in {**streams.classes(_MODELS), **_MLPS}.items()},
+        f"{FILES}.deepseek_v2:DeepseekAttention": _GQA,
     },
 )

@@ -5,6 +5,7 @@ The model around the decoder layers holds one more norm, of the same class.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .base import LAYER_WORDS, Facts
@@ -103,6 +104,9 @@ def zero_centred(facts: Facts, epsilon: str) -> Facts:
     )
 
 
+USUAL_ENDS = "Attention DecoderLayer Model"
+
+
 def final_norm(decoder: Facts, layers: str = "layers", module: str = "norm") -> Facts:
     """The class that holds these decoder layers at `layers`, and after them a norm of the same kind at `module`.
 
@@ -116,3 +120,28 @@ def final_norm(decoder: Facts, layers: str = "layers", module: str = "norm") -> 
         {name: below(f"{layers}.-1", decoder.words[name]) for name in said if name in decoder.words}
         | {"layer_index": {"path": layers, "as": "length"}, "final_norm": {**like, "module": module, "feeds": []}},
     )
+
+
+def classes_of(
+    file: str, name: str, attention: Facts | None, layer: Facts, ends: str = USUAL_ENDS, at: Sequence[str] = ()
+) -> dict[str, Facts]:
+    """The attention of a model, its decoder layer and what holds those, by `file:Class`.
+
+    Args:
+        file: where they are.
+        name: what their names begin with.
+        attention: None where another adapter has it.
+        layer: the decoder layer; what holds those of a model without norms in front has a usual one behind.
+        ends: what their names end with.
+        at: as of `final_norm`.
+    """
+    final = final_norm(
+        layer if layer.words["input_norms"] else layer.but(input_norms=[norm("norm", epsilon="variance_epsilon")]), *at
+    )
+    parts = zip(ends.split(), (attention, layer, final), strict=True)
+    return {f"{file}:{name}{end}": facts for end, facts in parts if facts is not None}
+
+
+def classes(models: Iterable[tuple[Any, ...]]) -> dict[str, Facts]:
+    """Those of several models, each given as to `classes_of`."""
+    return {place: facts for model in models for place, facts in classes_of(*model).items()}
