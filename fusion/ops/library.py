@@ -12,50 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends
+from .. import backends, declare
 from ..backends.backend import backend_of, kernels_for
-from ..declare import (
-    REQUIRED,
-    Argument,
-    Bias,
-    BlockScales,
-    Cache,
-    ChannelScales,
-    ColumnMajor,
-    Epsilon,
-    ExpertIds,
-    ExpertScales,
-    ExpertWeights,
-    Exponents,
-    FloatDtype,
-    GroupName,
-    GroupSize,
-    HeadWeight,
-    Index,
-    Joined,
-    Kernel,
-    Like,
-    LinearWeight,
-    NamedOp,
-    Op,
-    Output,
-    Packed,
-    Padded,
-    PaddedWidth,
-    Product,
-    QuantDtype,
-    Quantised,
-    QuantisedRows,
-    Result,
-    RouterWeights,
-    Rows,
-    RowScales,
-    StaticScale,
-    Table,
-    TmaAligned,
-    TokenScales,
-    Weight,
-)
+from ..declare import Argument, Kernel, Op, Result, Rows
 from .agreement import agree
 from .checks import checker
 from .linear import goes_beyond
@@ -87,7 +46,7 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
     backends.register(backends.Backend(op=op))
     for kernel in reversed((*kernels, *kernels_for(name))):
         backends.register(backend_of(op, kernel))
-    groups = [place for place, argument in enumerate(op.args) if isinstance(argument, GroupName)]
+    groups = [place for place, argument in enumerate(op.args) if isinstance(argument, declare.GroupName)]
     check, fake, case, signature = checker(op), fake_of(op), case_maker(op), signature_maker(op)
     if op.mutated:
         _count_versions(op)
@@ -192,8 +151,8 @@ def fake_of(op: Op) -> Callable[..., Any]:
     def place_of(kind: type[Argument]) -> int | None:
         return next((place for place, argument in enumerate(op.args) if isinstance(argument, kind)), None)
 
-    dtype, padded, group = place_of(QuantDtype), place_of(PaddedWidth), place_of(GroupSize)
-    major, aligned, floating = place_of(ColumnMajor), place_of(TmaAligned), place_of(FloatDtype)
+    dtype, padded, group = place_of(declare.QuantDtype), place_of(declare.PaddedWidth), place_of(declare.GroupSize)
+    major, aligned, floating = place_of(declare.ColumnMajor), place_of(declare.TmaAligned), place_of(declare.FloatDtype)
     joined = {rows.name for rows in op.rows if rows.heads}
 
     def option(place: int | None, given: tuple[Any, ...]) -> Any:
@@ -201,25 +160,25 @@ def fake_of(op: Op) -> Callable[..., Any]:
 
     def one(result: Result, given: tuple[Any, ...]) -> Tensor:
         x = given[places[result.of]]
-        if isinstance(result, Like):
+        if isinstance(result, declare.Like):
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
         shape = (*x.shape[:-2], x.shape[-2] * x.shape[-1]) if result.of in joined else tuple(x.shape)
-        if isinstance(result, Joined):
+        if isinstance(result, declare.Joined):
             first = x if result.through is None else given[places[result.through]]
             width = first.shape[-1] + given[places[result.beside]].shape[-1]
             return torch.empty(
                 (*x.shape[:-1], width), dtype=x.dtype if dtype is None else given[dtype], device=x.device
             )
-        if isinstance(result, Product):
+        if isinstance(result, declare.Product):
             made = x.dtype if floating is None else given[floating]
             return torch.empty((*x.shape[:-1], given[places[result.through]].shape[-2]), dtype=made, device=x.device)
-        if isinstance(result, Padded):
+        if isinstance(result, declare.Padded):
             return torch.empty((*shape[:-1], option(padded, given)), dtype=x.dtype, device=x.device)
-        if isinstance(result, Quantised):
+        if isinstance(result, declare.Quantised):
             return torch.empty(shape, dtype=torch.float8_e4m3fn if dtype is None else given[dtype], device=x.device)
-        if isinstance(result, Packed):
+        if isinstance(result, declare.Packed):
             return torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=x.device)
-        if isinstance(result, Exponents):
+        if isinstance(result, declare.Exponents):
             return torch.empty((*shape[:-1], shape[-1] // MX_COLUMNS), dtype=torch.uint8, device=x.device)
         size = None if group is None else given[group]
         return empty_scales(x.new_empty(shape), size, option(major, given), option(aligned, given))
@@ -231,21 +190,22 @@ def fake_of(op: Op) -> Callable[..., Any]:
     return fake
 
 
-_BY_DTYPE = (Weight, Table, Cache, LinearWeight, ExpertWeights)
+_BY_DTYPE = (declare.Weight, declare.Table, declare.Cache, declare.LinearWeight, declare.ExpertWeights)
 """Of these the case knows the dtype."""
-_NOT_OF_THE_CASE = (
-    Rows, *_BY_DTYPE, Epsilon, StaticScale, Index, HeadWeight, BlockScales, RowScales, TokenScales, ChannelScales, ExpertScales, ExpertIds,
-    RouterWeights, Output, Bias,
-)  # fmt: skip
+
+
+def _is_option(argument: Argument) -> bool:
+    """Whether the case has its value: of tensors it has none, nor of an epsilon."""
+    return not (argument.is_tensor or isinstance(argument, declare.Epsilon))
 
 
 def case_fields(op: Op) -> tuple[str, ...]:
     """The fields of the op's case: dtype, widths, heads, the weights' dtypes, and every option that is no number."""
     weights = [f"{argument.name}_dtype" for argument in op.args if isinstance(argument, _BY_DTYPE)]
     options = [
-        "quant_dtype" if isinstance(argument, QuantDtype) else argument.name
+        "quant_dtype" if isinstance(argument, declare.QuantDtype) else argument.name
         for argument in op.args
-        if not isinstance(argument, _NOT_OF_THE_CASE)
+        if _is_option(argument)
     ]
     return ("dtype", *op.widths, *(("heads",) if op.rows[0].heads else ()), *weights, *options)
 
@@ -261,7 +221,7 @@ def case_maker(op: Op) -> Callable[..., Hashable]:
     first = {rows.width: place for place, rows in reversed(list(enumerate(op.args))) if isinstance(rows, Rows)}
     widths = tuple(first[width] for width in op.widths)
     weights = tuple(place for place, argument in enumerate(op.args) if isinstance(argument, _BY_DTYPE))
-    options = tuple(place for place, argument in enumerate(op.args) if not isinstance(argument, _NOT_OF_THE_CASE))
+    options = tuple(place for place, argument in enumerate(op.args) if _is_option(argument))
     heads = op.rows[0].heads
 
     def case(*given: Any) -> Hashable:
@@ -293,7 +253,8 @@ def signature_maker(op: Op) -> Callable[..., Hashable]:
 def handed_on(op: Op) -> Callable[..., Callable[..., Any] | None] | None:
     """From the op's arguments to what takes such calls, as an argument names it for more tokens than few; None: no argument does."""
     named, weight = (
-        [at for at, each in enumerate(op.args) if isinstance(each, kind)] for kind in (NamedOp, LinearWeight)
+        [at for at, each in enumerate(op.args) if isinstance(each, kind)]
+        for kind in (declare.NamedOp, declare.LinearWeight)
     )
     if not named:
         return None
@@ -314,7 +275,7 @@ def handed_on(op: Op) -> Callable[..., Callable[..., Any] | None] | None:
 
 def public(op: Op, kernels: tuple[Kernel, ...] = ()) -> Callable[..., Any]:
     """The op as a Python function with its arguments' names and defaults, and a docstring."""
-    required = max(place for place, argument in enumerate(op.args) if argument.default is REQUIRED)
+    required = max(place for place, argument in enumerate(op.args) if argument.default is declare.REQUIRED)
     taken = ", ".join(
         # Python wants arguments without a default first: what stands before one has none either.
         f"{argument.name}: {argument.annotation}" + ("" if place <= required else f" = {argument.default!r}")
@@ -358,11 +319,13 @@ def docstring(op: Op) -> str:
 
 def _describe(op: Op, argument: Argument) -> str:
     if isinstance(argument, Rows):
-        dtypes = "bfloat16, float16 or float32" if any(isinstance(a, QuantDtype) for a in op.args) else "floating"
-        dtypes = "fp8" if isinstance(argument, QuantisedRows) else dtypes
+        dtypes = (
+            "bfloat16, float16 or float32" if any(isinstance(a, declare.QuantDtype) for a in op.args) else "floating"
+        )
+        dtypes = "fp8" if isinstance(argument, declare.QuantisedRows) else dtypes
         like = f" Leading dimensions, dtype and device are those of {argument.like}." if argument.like else ""
         stride = "" if argument.any_strides else " Its last stride is 1."
         return f"{argument.doc or '(..., ' + argument.width + ').'}{like or f' Its dtype is {dtypes}.'}{stride}"
-    if isinstance(argument, Weight):
+    if isinstance(argument, declare.Weight):
         return argument.doc or f"(width of {argument.of},), any floating dtype, on the device of {argument.of}."
     return argument.doc or "added to the mean square, at least 0."

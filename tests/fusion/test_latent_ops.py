@@ -441,7 +441,7 @@ def test_no_tokens_give_no_query(backend: str, name: str) -> None:
         ),
         ({"slots": torch.zeros(3)}, "slots must be one of torch.int32, torch.int64, got torch.float32"),
         ({"cos": torch.zeros(4, 9)}, r"cos must be \(positions, 8\), half as wide as k_rope; got \(4, 9\)"),
-        ({"sin": torch.zeros(8, 4).t()}, r"sin has stride 4 along its rows"),
+        ({"sin": torch.zeros(8, 4).t()}, r"sin has stride 4 along its last dimension"),
         ({"cache": torch.zeros(4, 81)}, "cache is torch.float32: expected torch.bfloat16 as the latent"),
         (
             {"cache": torch.zeros(4, 81, dtype=torch.bfloat16)},
