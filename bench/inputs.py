@@ -6,7 +6,7 @@ tensors of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,24 +69,19 @@ class Work:
 
     def arguments(self, rows: Sequence[Tensor]) -> tuple[Any, ...]:
         """All of the op's arguments by position, with these rows."""
-        return arguments(self.case, rows, self.weights)
+        op = self.case.form.op
+        tensors = {**{each.name: tensor for each, tensor in zip(op.rows, rows, strict=True)}, **self.weights}
+        return tuple(
+            tensors[each.name]
+            if isinstance(each, Rows | Weight | StaticScale | Table | Index)
+            else _constant(self.case, each)
+            for each in op.args
+        )
 
 
 def fp8_of(case: Case) -> torch.dtype:
     """The fp8 dtype of a case; some fp8 dtype where it quantises nothing."""
     return FP8_DTYPES[case.fp8 or "e4m3fn"]
-
-
-def arguments(case: Case, rows: Sequence[Tensor], weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """All of the op's arguments by position."""
-    op = case.form.op
-    tensors = {**{each.name: tensor for each, tensor in zip(op.rows, rows, strict=True)}, **weights}
-    return tuple(
-        tensors[argument.name]
-        if isinstance(argument, Rows | Weight | StaticScale | Table | Index)
-        else _constant(case, argument)
-        for argument in op.args
-    )
 
 
 def _constant(case: Case, argument: Argument) -> Any:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ..fusion import backends
-from ..fusion.declare import Index, StaticScale, Table, Weight
 from ..fusion.ops.library import case_maker, public
-from .inputs import DTYPES, Work, arguments
+from .inputs import Work, make
 from .peers import OURS, Call, Peer, Setting
 from .rank_group import rank_group
 
@@ -73,28 +72,9 @@ def _why_not(reason: str | None, _: Setting) -> str | None:
 
 
 def _case(setting: Setting) -> Hashable:
-    """What decides which backend takes the calls, from tensors without content."""
-    case, op = setting.case, setting.case.form.op
-
-    def tensor(dtype: str, *shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=DTYPES[dtype], device="meta")
-
-    heads = [case.heads_of(each) for each in op.rows]
-    rows = [
-        tensor(case.dtype, 1, *(() if count is None else (count,)), case.widths[each.width])
-        for each, count in zip(op.rows, heads, strict=True)
-    ]
-    weights = {
-        each.name: tensor(case.weight_dtype, case.widths[next(r.width for r in op.rows if r.name == each.of)])
-        for each in op.args
-        if isinstance(each, Weight)
-    }
-    weights.update({each.name: tensor("fp32", 1) for each in op.args if isinstance(each, StaticScale)})
-    weights.update({each.name: tensor(case.dtype, 1, 1) for each in op.args if isinstance(each, Table)})
-    weights.update(
-        {each.name: torch.empty(1, dtype=torch.int64, device="meta") for each in op.args if isinstance(each, Index)}
-    )
-    return case_maker(op)(*arguments(case, rows, weights))
+    """What decides which backend takes the calls; one row of each input tells it."""
+    work = make(setting.case, 1, torch.device("cpu"), 1)
+    return case_maker(setting.case.form.op)(*work.arguments(work.sets[0]))
 
 
 def _build(name: str, chosen: bool, work: Work, setting: Setting) -> Sequence[Call]:
