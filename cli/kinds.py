@@ -195,38 +195,6 @@ def norm_line(norm: NormSpec) -> str:
     return text
 
 
-def line_of(spec: Any) -> str:
-    """A spec in one line."""
-    if isinstance(spec, MLASpec):
-        splits = "+".join(map(str, spec.split_sizes))
-        norms = "no query norm" if spec.q_norm is None else f"q eps {spec.q_norm.epsilon:g}"
-        return f"{spec.num_heads} heads, splits {splits}, v {spec.v_head_dim}, {norms}, kv eps {spec.kv_norm.epsilon:g}"
-    if isinstance(spec, GatedDeltaNetSpec):
-        gate = spec.output_norm
-        return (
-            f"{spec.num_k_heads} key and {spec.num_v_heads} value heads, {spec.head_k_dim} and {spec.head_v_dim} wide, "
-            f"{gate.activation} gated norm eps {gate.epsilon:g}"
-        )
-    if isinstance(spec, Mamba2Spec):
-        norm = "no norm" if spec.output_norm is None else f"gated norm eps {spec.output_norm.epsilon:g}"
-        return f"{spec.num_heads} heads of {spec.head_dim} in {spec.num_groups} groups, state {spec.ssm_state_size}, {norm}"
-    if isinstance(spec, GQASpec):
-        window = "full" if spec.sliding_window is None else f"window {spec.sliding_window}"
-        sinks = ", sinks" if spec.has_sinks else ""
-        return f"{spec.num_heads} heads over {spec.num_kv_heads} key/value heads of {spec.head_dim}{_whose(spec)}, {window}{sinks}"
-    if isinstance(spec, MLPSpec):
-        return f"{spec.intermediate_size} wide, {spec.activation}" + (
-            "" if isinstance(spec, GatedMLPSpec) else ", no gate"
-        )
-    if isinstance(spec, ResidualSpec):
-        one = next(iter((*spec.input_norms, *spec.post_norms)), None)
-        norms = "no norm reads it" if one is None else f"norms eps {one.epsilon:g}"
-        return f"hidden {spec.hidden_size}, {norms}"
-    if isinstance(spec, FinalNormSpec):
-        return f"hidden {spec.hidden_size}, norm eps {spec.final_norm.epsilon:g}"
-    return ", ".join(f"{label} {value}" for label, value in rows_of(spec))
-
-
 DERIVED = (
     "qk_head_dim",
     "latent_width",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .console import console, require_writable, show, write_text
-from .kinds import kinds_of, line_of
+from .kinds import kinds_of, rows_of
 from .models import registry_with
 from .progress import progress
 
@@ -90,7 +90,8 @@ def _show(result: Verified, to: Console) -> None:
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
     for kind in kinds_of(result.specs):
-        grid.add_row("  spec", f"{len(kind.paths)} x {kind.family}: {line_of(kind.spec)}")
+        spec = "; ".join(map(" ".join, rows_of(kind.spec)))
+        grid.add_row("  spec", f"{len(kind.paths)} x {kind.family}: {spec}")
     for fusion, found in result.fusions.items():
         if not (found["expected"] or found["refused"] or found["fallback"]):
             continue  # no site of this model can take it
