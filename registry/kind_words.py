@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
+import attrs
 from attrs import frozen
+
+Spec = TypeVar("Spec")
+
+
+def whole(spec: Callable[..., Spec], kind: Any, **others: Any) -> Spec:
+    """The spec of one layer of this kind on one rank, whose local sizes are the model's.
+
+    Args:
+        spec: its class. Fields that the kind has too are the kind's, as `num_local_heads` is its `num_heads`.
+        kind: an attrs object.
+        others: fields that the kind has not, or says in other words.
+
+    Raises:
+        SpecError: the values are illegal, or contradict each other.
+    """
+    said, of = attrs.asdict(kind, recurse=False), cast("Any", spec)
+    names = {field.name: field.name.replace("local_", "") for field in attrs.fields(of)}
+    return spec(**{**{name: said[word] for name, word in names.items() if word in said}, **others})
 
 
 @frozen(kw_only=True)

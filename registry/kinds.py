@@ -22,7 +22,7 @@ from ..adapters.specs import (
     NormSpec,
     RopeSpec,
 )
-from .kind_words import At, GateWords, Rope, StreamNorms, Yarn
+from .kind_words import At, GateWords, Rope, StreamNorms, Yarn, whole
 from .mixer_kinds import Mamba2Kind, MLPBlockKind, OtherKind
 
 
@@ -77,15 +77,11 @@ class MLAKind:
             width = self.qk_nope_head_dim + self.qk_rope_head_dim
             # A width that is no width is reported by the spec, with the field's name.
             scale = max(width, 1) ** -0.5 * mscale * mscale
-        return MLASpec(
+        return whole(
+            MLASpec,
+            self,
             **around.common,
-            num_heads=self.num_heads,
-            num_local_heads=self.num_heads,
             q_lora_rank=q_lora_rank,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            v_head_dim=self.v_head_dim,
             q_norm=None if q_lora_rank is None else made(NormSpec, {"width": q_lora_rank, "epsilon": eps}),
             kv_norm=made(NormSpec, {"width": self.kv_lora_rank, "epsilon": eps}),
             softmax_scale=scale,
@@ -121,23 +117,14 @@ class GatedDeltaNetKind:
     def spec(self, around: Around) -> GatedDeltaNetSpec:
         """The spec of one such layer, whole."""
         gate = self.output_norm
-        return GatedDeltaNetSpec(
-            **around.common,
-            num_k_heads=self.num_k_heads,
-            num_v_heads=self.num_v_heads,
-            num_local_k_heads=self.num_k_heads,
-            num_local_v_heads=self.num_v_heads,
-            head_k_dim=self.head_k_dim,
-            head_v_dim=self.head_v_dim,
-            conv_kernel_size=self.conv_kernel_size,
-            output_norm=GatedNormSpec(
-                width=self.head_v_dim,
-                epsilon=around.epsilon("output_norm_eps", self.output_norm_eps),
-                activation=gate.activation,
-                norm_before_gate=gate.norm_before_gate,
-                group_size=None if gate.group_size == "none" else gate.group_size,
-            ),
+        norm = GatedNormSpec(
+            width=self.head_v_dim,
+            epsilon=around.epsilon("output_norm_eps", self.output_norm_eps),
+            activation=gate.activation,
+            norm_before_gate=gate.norm_before_gate,
+            group_size=None if gate.group_size == "none" else gate.group_size,
         )
+        return whole(GatedDeltaNetSpec, self, **around.common, output_norm=norm)
 
 
 @frozen(kw_only=True)
@@ -175,19 +162,13 @@ class GQAKind:
 
     def spec(self, around: Around) -> GQASpec:
         """The spec of one such layer, whole."""
-        return GQASpec(
+        return whole(
+            GQASpec,
+            self,
             **around.common,
-            num_heads=self.num_heads,
-            num_local_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            num_local_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
             v_head_dim=self.head_dim if self.v_head_dim is None else self.v_head_dim,
             softmax_scale=max(self.head_dim, 1) ** -0.5 if self.softmax_scale is None else self.softmax_scale,
             sliding_window=None if self.sliding_window == "off" else self.sliding_window,
-            has_sinks=self.has_sinks,
-            shares_kv=self.shares_kv,
-            values_are_keys=self.values_are_keys,
             q_norm=self._norm(around),
             k_norm=self._norm(around),
             rope=_rope_of(self.rope, self.head_dim),
@@ -235,15 +216,7 @@ class MLPKind:
 
     def spec(self, common: Mapping[str, Any]) -> GatedMLPSpec:
         """The spec of one such MLP, whole."""
-        return GatedMLPSpec(
-            **common,
-            intermediate_size=self.intermediate_size,
-            local_intermediate_size=self.intermediate_size,
-            activation=self.activation,
-            swiglu_limit=self.swiglu_limit,
-            gate_multiplier=self.gate_multiplier,
-            down_multiplier=self.down_multiplier,
-        )
+        return whole(GatedMLPSpec, self, **common)
 
 
 @frozen(kw_only=True)
@@ -261,16 +234,7 @@ class ExpertsKind:
 
     def spec(self, shared: GatedMLPSpec | None, *, beside_mlp: bool) -> ExpertsSpec:
         """The spec of one such mixture, whole."""
-        return ExpertsSpec(
-            num_experts=self.num_experts,
-            num_local_experts=self.num_experts,
-            experts_per_token=self.experts_per_token,
-            intermediate_size=self.intermediate_size,
-            local_intermediate_size=self.intermediate_size,
-            shared=shared,
-            beside_mlp=beside_mlp,
-            **_UNSAID,
-        )
+        return whole(ExpertsSpec, self, shared=shared, beside_mlp=beside_mlp, **_UNSAID)
 
 
 def experts_around(shared: GatedMLPSpec | None) -> ExpertsSpec:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from attrs import frozen
 
 from ..adapters.specs import GatedMLPSpec, GatedNormSpec, Mamba2Spec, MLPSpec, OtherMixerSpec
-from .kind_words import At, StreamNorms
+from .kind_words import At, StreamNorms, whole
 
 if TYPE_CHECKING:
     from .kinds import Around
@@ -54,17 +54,7 @@ class Mamba2Kind:
                 norm_before_gate=self.output_norm == "norm_before_gate",
                 group_size=width // groups,
             )
-        return Mamba2Spec(
-            **around.common,
-            num_heads=self.num_heads,
-            num_local_heads=self.num_heads,
-            head_dim=self.head_dim,
-            ssm_state_size=self.ssm_state_size,
-            num_groups=self.num_groups,
-            num_local_groups=self.num_groups,
-            conv_kernel_size=self.conv_kernel_size,
-            output_norm=norm,
-        )
+        return whole(Mamba2Spec, self, **around.common, output_norm=norm)
 
 
 @frozen(kw_only=True)
@@ -82,7 +72,7 @@ class OtherKind:
 
     def spec(self, around: Around) -> OtherMixerSpec:
         """The spec of one such layer, whole."""
-        return OtherMixerSpec(**around.common, mixer=self.mixer)
+        return whole(OtherMixerSpec, self, **around.common)
 
 
 @frozen(kw_only=True)
@@ -105,11 +95,6 @@ class MLPBlockKind:
 
     def spec(self, around: Around) -> MLPSpec:
         """The spec of one such layer, whole."""
-        width = self.intermediate_size
-        said = {
-            **around.common,
-            "intermediate_size": width,
-            "local_intermediate_size": width,
-            "activation": self.activation,
-        }
-        return GatedMLPSpec(**said, swiglu_limit=None) if self.gated else MLPSpec(**said)
+        if self.gated:
+            return whole(GatedMLPSpec, self, **around.common, swiglu_limit=None)
+        return whole(MLPSpec, self, **around.common)
