@@ -1,14 +1,35 @@
-"""Linears with few tokens in an engine that no graph shows."""
+"""Linears with few tokens: the weights that their kernel reads, and those that no graph shows."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from attrs import define, field
+from torch import Tensor
 
+from ..fusion.ops.linear import WIDEST, scales_shape
 from ..fusion.rewrite.linears import UNREAD
 from .placement import Placement
+
+UNFIT = "its weight is not in e4m3fn with float32 scales of 128 x 128, row by row"
+
+
+def fits(weight: Any, weight_scale: Any) -> bool:
+    """Whether layerfuse's kernels read a weight (columns, depth) with one scale per 128 x 128."""
+    return (
+        isinstance(weight, Tensor)
+        and isinstance(weight_scale, Tensor)
+        and weight.dtype == torch.float8_e4m3fn
+        and weight.dim() == 2
+        and weight.stride(1) == 1
+        and len(weight) <= WIDEST
+        and weight_scale.dtype == torch.float32
+        and weight_scale.is_contiguous()
+        and scales_shape(weight) == tuple(weight_scale.shape)
+    )
 
 
 @define(kw_only=True, eq=False)

@@ -265,6 +265,8 @@ class FusionConfig:
         if engine is not None and engine.name != "transformers" and measured is None:
             why = (shipped() if policy is None else policy).why_off(fusion.name, engine, quant)
             return f"{fusion.name} is off in {engine.name} unless switched on: {why}"
+        if fusion.opt_in and measured is None:
+            return f"{fusion.name} is on by its own name alone"
         level = DEFAULT_LEVEL if self.level is None else self.level
         if fusion.level > level and (measured is None or self.level is not None):
             return f"{fusion.name} needs optimisation level {fusion.level}, and {self.origin} sets level {level}"

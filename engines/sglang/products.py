@@ -23,15 +23,15 @@ from torch import Tensor, nn
 
 from ...adapters.activation_quant import ActivationQuant
 from ...fusion.catalog.few_token_linear import BLOCKS
-from ...fusion.linear_ops import MOST, WIDEST
-from ...fusion.ops.linear import BLOCK, scales_shape
+from ...fusion.linear_ops import MOST
+from ...fusion.ops.linear import BLOCK
 from ...fusion.ops.quantisation import quantise
 from ...fusion.rewrite.attribution import join
 from .. import trial
 from ..compiled_module import CompiledModule
 from ..handover import why_products_apart
 from ..hooks import HookError, check
-from ..linears import AtSeams
+from ..linears import UNFIT, AtSeams, fits
 from ..native import Native, NotNativeError, native_function
 from ..process import once
 from ..whose import module_of
@@ -111,21 +111,6 @@ def put_in(compiled: CompiledModule, model: nn.Module) -> None:
     compiled.seams[BLOCKS] = AtSeams(fusion=BLOCKS, left=left, counts=ran)
 
 
-def fits(weight: Any, weight_scale: Any) -> bool:
-    """Whether layerfuse's kernels read a weight (columns, depth) with one scale per 128 x 128."""
-    return (
-        isinstance(weight, Tensor)
-        and isinstance(weight_scale, Tensor)
-        and weight.dtype == torch.float8_e4m3fn
-        and weight.dim() == 2
-        and weight.stride(1) == 1
-        and len(weight) <= WIDEST
-        and weight_scale.dtype == torch.float32
-        and weight_scale.is_contiguous()
-        and scales_shape(weight) == tuple(weight_scale.shape)
-    )
-
-
 def why_not(arguments: Any) -> str | None:
     """Why no linear of an SGLang that is started with these arguments can be layerfuse's, as a sentence, or None."""
     if arguments.enable_lora or (arguments.enable_lora is None and arguments.lora_paths):
@@ -147,7 +132,7 @@ def why_not_by(linear: Any, quant: ActivationQuant, known: dict[str, str | None]
     if quant.use_ue8m0:
         return "the scales of what it reads are rounded to powers of two"
     if not fits(*_weight(linear)):
-        return "its weight is not in e4m3fn with float32 scales of 128 x 128, row by row"
+        return UNFIT
     if linear._parameters.get("bias") is not None:
         return "it has a bias"
     if name not in known:

@@ -105,8 +105,8 @@ def _plain(call: Call, x: Any, turned_weight: Any, bias: Any) -> FoundLinear | N
     return FoundLinear(out=call.node, ways={FEW_TOKEN_LINEAR.name: given}, nodes=(call.node, turned_weight))
 
 
-READERS = tuple(
+READERS = [
     Reader(op=op, gives=(FEW_TOKEN_LINEAR.name,), read=read_it)
     for op, read_it in (("aten::mm", _mm), ("aten::addmm", _addmm))
-)
-"""Of the products that torch has."""
+]
+"""Of the products that torch has; an engine whose models `fusion.compile` compiles adds its own."""

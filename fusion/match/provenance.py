@@ -46,7 +46,7 @@ PROJECTIONS: dict[Any, int] = {
     aten.bmm.default: 0,
     aten._scaled_mm.default: 0,
 }
-"""Matrix products, with the position of the activations among their arguments."""
+"""Matrix products, with the position of the activations among their arguments; an engine adds those of its own."""
 
 
 @frozen(kw_only=True)
