@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import get_ident
 
 from attrs import define, field
 from torch import nn
@@ -12,6 +14,24 @@ from torch import nn
 from ..fusion.ops.agreement import RankDisagreementError, agree
 from ..fusion.report import Use
 from .host import here
+
+_looking: list[int] = []
+"""The threads whose runs are looked at, the innermost last."""
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Look at the run that this thread makes: an engine's other micro-batches run in threads of their own beside it."""
+    _looking.append(get_ident())
+    try:
+        yield
+    finally:
+        _looking.pop()
+
+
+def is_looked_at() -> bool:
+    """Whether a call in this thread counts: it is of the run that is looked at, or there is none."""
+    return not _looking or _looking[-1] == get_ident()
 
 
 def why_apart(what: str, decision: str) -> str | None:

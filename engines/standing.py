@@ -37,7 +37,7 @@ from .compiled_module import CompiledModule, Piece
 from .handover import Reader, give
 from .host import here
 from .native import Native, NotNativeError
-from .placement import why_apart
+from .placement import is_looked_at, looking, why_apart
 from .process import once
 from .seams import Seam, seam_of
 from .whose import module_of
@@ -303,7 +303,7 @@ class Standing:
 
         def call(*fused: Any) -> Any:
             result = op(*fused)
-            self.ran[site] += 1
+            self.ran[site] += is_looked_at()
             return result
 
         return call, FUSIONS[fusion].op.reference, ()
@@ -387,7 +387,7 @@ class Standing:
 
     def _took(self, site: str) -> None:
         """Count a call of the op at a site, once for its readers, when the first of them takes what it has quantised."""
-        self.ran[site] += 1
+        self.ran[site] += is_looked_at()
 
     def take_down(self) -> None:
         """Write what the first run was as a record of the compiled module."""
@@ -444,15 +444,16 @@ def _one(several: tuple[Any, ...]) -> Any:
 
 @contextmanager
 def counted(compiled: CompiledModule) -> Iterator[None]:
-    """Count the fused ops that are called while this lasts, but for the products inside of shared experts, which no graph and no site holds."""
-    from ..fusion.backends import counting
+    """Count the fused ops that this thread calls while this lasts, but for the products inside of shared experts, which no graph and no site holds."""
+    from ..fusion.backends import listening
 
     before, at_seams = compiled.aside(), {name: each.calls() for name, each in compiled.seams.items()}
-    with counting() as calls:
+    calls: Counter[str] = Counter()
+    with looking(), listening(lambda op, _: calls.update((op,) * is_looked_at())):
         yield
     compiled.counted = calls - (compiled.aside() - before)
     for name, each in compiled.seams.items():
-        each.ran = {site: counts - at_seams[name][site] for site, counts in each.calls().items()}
+        each.ran = {site: so_far - at_seams[name][site] for site, so_far in each.calls().items()}
         # An MLA layer is counted in a step that decodes nothing too, in which its op is not called.
         compiled.counted |= sum(each.ran.values(), Counter())
 
@@ -484,13 +485,16 @@ def at_first_call(
         # Of no tokens, as on a rank without requests: an engine skips norms there. And SGLang holds on to this while it makes its CUDA graphs.
         if reported or (tokens is not None and not tokens.numel()):
             return own(*args, **kwargs)
-        before(compiled)
-        standing.put_in()
-        standing.ran.clear()
-        with counted(compiled), standing.looking_for_unknown_norms():
-            result = own(*args, **kwargs)
-        # A call that raised is none: the next one is reported.
-        reported = True
+        reported = True  # calls beside this one, of an engine's other micro-batches, are not
+        try:
+            before(compiled)
+            standing.put_in()
+            standing.ran.clear()
+            with counted(compiled), standing.looking_for_unknown_norms():
+                result = own(*args, **kwargs)
+        except BaseException:
+            reported = False  # a call that raised is none: the next one is reported
+            raise
         if model.forward is first:
             del model.forward  # later calls are the model's own
         standing.watch()

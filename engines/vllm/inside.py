@@ -34,6 +34,7 @@ from ...fusion.match.linears import FoundLinear, Reader
 from ...fusion.match.values import value
 from ...fusion.ops.linear import scales_shape
 from ..native import NotNativeError, native_function
+from ..placement import is_looked_at
 
 KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.flashinfer"
 """vLLM's module that defines the op."""
@@ -111,14 +112,14 @@ def product(
     """As `multiply`, by layerfuse's kernel where there are few tokens and the plan expects that. `place`: vLLM's kernel."""
     if place not in ran or not is_layerfuses(weight, weight_scale):
         return multiply(values, scales, weight, weight_scale, powers_of_two)
-    ran[place][BLOCK_LINEAR._opname] += 1
+    ran[place][BLOCK_LINEAR._opname] += is_looked_at()
     found: Tensor = BLOCK_LINEAR(values, scales, weight, weight_scale, torch.bfloat16, True, BEYOND[powers_of_two][0])
     return found
 
 
 def linear(place: Any, x: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
     """As vLLM's op, by layerfuse's kernel where there are few tokens. Weights are as `is_layerfuses` takes them, `place` is vLLM's kernel."""
-    ran[place][LINEAR._opname] += 1
+    ran[place][LINEAR._opname] += is_looked_at()
     found: Tensor = LINEAR(x, weight, weight_scale, False, True, BEYOND[powers_of_two][1])
     return found
 

@@ -23,6 +23,7 @@ from ..compiled_module import CompiledModule
 from ..hooks import Hook, HookError, check
 from ..linears import AtSeams
 from ..native import Native, NotNativeError, native_function, native_methods
+from ..placement import is_looked_at
 from ..process import once
 from ..trial import possible, raised, why_apart
 
@@ -172,7 +173,7 @@ class Experts:
                     raise
                 problem = f"{type(error).__name__}: {error}"
             else:
-                self.ran[OP] += 1
+                self.ran[OP] += is_looked_at()
                 return None
         self._leave(problem)
         return self._own(given)
@@ -216,7 +217,7 @@ class Experts:
         if problem is not None:
             self._leave(problem)
         else:
-            self.ran[OP] += 1
+            self.ran[OP] += is_looked_at()
 
     def _leave(self, problem: str | None) -> None:
         self.why_not = problem

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,34 @@ def test_a_report_of_a_model_that_is_not_compiled_counts_them(tmp_path: Path, ca
     with model(tmp_path, ALL) as engine:
         engine()
     assert f"{BLOCKS}: 8 expected, 8 fused, 0 missed; called 8 times in the first run" in said(caplog)
+
+
+@pytest.mark.parametrize(("mode", "run"), [("VLLM_COMPILE", "profiling run"), ("NONE", "first run")])
+def test_a_micro_batch_beside_that_run_is_not_counted(
+    mode: str, run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dual-batch overlap: while a batch waits for its experts another one goes on, in a thread of its own."""
+    other: list[threading.Thread] = []
+
+    def step(engine: Started) -> None:
+        with torch.inference_mode():
+            engine(4)
+
+    def beside(_: Any) -> None:
+        if not other:
+            other.append(threading.Thread(target=step, args=(engine,)))
+            other[0].start()
+            other[0].join()
+
+    with model(tmp_path, ALL, mode) as engine, mock.patch("vllm_started.before_attention", beside):
+        engine(6)
+    lines = [line for line in said(caplog) if "expected" in line]
+    assert other and any(line.startswith(BLOCKS) for line in lines)
+    for line in lines:
+        sites = line.split(": ")[1].split()[0]
+        assert line.endswith(f"{sites} fused, 0 missed; called {sites} times in the {run}")
+    assert not any(line.startswith("problem") for line in said(caplog))
+    assert len([line for line in said(caplog) if line.startswith("layerfuse 0")]) == 1
 
 
 def test_without_that_fusion_both_quantise_for_themselves(tmp_path: Path) -> None:
