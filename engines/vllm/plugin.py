@@ -280,7 +280,8 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
             process.this.running.pop()
         if compiled.active:
             _say_who_passed_by(compiled, "pass", "piece", "artefact")
-        if _tokens(args, kwargs) in compiled.untouched:
+        tokens = _tokens(args, kwargs)
+        if tokens in compiled.untouched:
             if is_first:
                 with _quietly("keeping what was compiled"):
                     from ..reporting import keep
@@ -290,7 +291,7 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
             _wait_for(self, compiled)  # for one in which what was put in is called
             return result
         if compiled.active:
-            _warm_up(seen, compiled.untouched)
+            _warm_up(seen, compiled, tokens)
         _finish(compiled)
         return result
 
@@ -336,16 +337,22 @@ def _find_key(compiled: CompiledModule) -> None:
             compiled.key = key_for(compiled)
 
 
-def _warm_up(seen: dict[Any, None], untouched: range) -> None:
-    """After the run that is looked at, which has the most tokens: what is launched in another way for fewer is launched now, but for those of `untouched` steps."""
+def _warm_up(seen: dict[Any, None], compiled: CompiledModule, tokens: int) -> None:
+    """After the run that is looked at: what is launched in another way for fewer tokens is launched now, but for those of `untouched` steps.
+
+    It has the most tokens; where it was put off, those that vLLM captures by now may be fewer than its graphs were made for.
+    """
     with _quietly("launching kernels for fewer tokens"):
         from ...fusion.ops.warming import warm_up
 
         began = time.perf_counter()
-        launches = warm_up(seen, untouched)
+        most = compiled.untouched.start - 1 if compiled.put_off else tokens
+        launches = warm_up(seen, compiled.untouched, tokens, most)
         if launches:
             took = time.perf_counter() - began
-            VLLM.logger.info("layerfuse: %d launches for fewer tokens than the first run's, in %.1f s", launches, took)
+            VLLM.logger.info(
+                "layerfuse: %d launches for other numbers of tokens than the first run's, in %.1f s", launches, took
+            )
 
 
 def _running() -> CompiledModule | None:

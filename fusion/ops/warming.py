@@ -72,10 +72,11 @@ def _shape(tensor: Tensor, placed: bool) -> _Shape:
     return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, beyond)
 
 
-def warm_up(calls: dict[Call, None], never: range = range(0)) -> int:
+def warm_up(calls: dict[Call, None], never: range = range(0), tokens: int = 0, most: int = 0) -> int:
     """Make calls like those recorded, with every number of rows up to theirs that has a launch of its own. How many that were.
 
-    What is launched for numbers of rows alone that `never` come is left out.
+    What is launched for numbers of rows alone that `never` come is left out. Where the run that was recorded had fewer `tokens` than the
+    `most` that others have, the rows are as many times more.
 
     Where ops are called by several ranks together, all of them make this call, with what they recorded together. They compare what
     they are about to launch: a rank that launched less would leave the others waiting in a kernel.
@@ -88,7 +89,7 @@ def warm_up(calls: dict[Call, None], never: range = range(0)) -> int:
     made: tuple[Call, ...] = ()
     with torch.inference_mode():
         try:
-            made = tuple(_planned(calls, memory, never))
+            made = tuple(_planned(calls, memory, never, tokens, most))
         except Exception as error:  # the other ranks wait to hear of it
             problem = error
         for group in _groups(calls):
@@ -118,18 +119,20 @@ def _compile_ahead(made: tuple[Call, ...], memory: _Memory) -> None:
             overload(name)(*_tensors(given, memory))
 
 
-def _planned(calls: Iterable[Call], memory: _Memory, never: range) -> dict[Call, None]:
+def _planned(calls: Iterable[Call], memory: _Memory, never: range, tokens: int, most: int) -> dict[Call, None]:
     """The calls to make, each once, with memory for every one."""
     made: dict[Call, None] = {}
     for name, given in calls:
         op = declared(name)
-        most = _rows(op, given)
-        if not most:
+        rows = _rows(op, given)
+        if not rows:
             continue
+        if 0 < tokens < most and not rows % tokens:
+            rows = rows // tokens * most
         few = _tensors(_resized(op, given, 1), memory)
         steps = backends.steps(name, few[0].device.type, case_maker(op)(*few))
-        firsts = sorted({1, *(step + 1 for step in steps if step < most)}) if steps else []
-        for number, following in zip(firsts, [*firsts[1:], most + 1], strict=False):
+        firsts = sorted({1, *(step + 1 for step in steps if step < rows)}) if steps else []
+        for number, following in zip(firsts, [*firsts[1:], rows + 1], strict=False):
             if number in never and following - 1 in never:
                 continue
             resized = _resized(op, given, number)

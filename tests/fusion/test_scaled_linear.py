@@ -172,9 +172,11 @@ def test_counters_are_there_whatever_number_of_tokens_ran_first(monkeypatch: pyt
 @pytest.mark.parametrize("of_x", SCHEMES[0])
 @pytest.mark.usefixtures("triton")
 def test_every_launch_for_fewer_tokens_is_made_at_load(of_x: str) -> None:
-    with warming.recording() as calls:
-        ops.scaled_linear(**given_of(MOST + 1, 16, 128, scheme=(of_x, "channel")))
-    assert warming.warm_up(calls) == len({1, *(step + 1 for step in linear.buckets())})
+    for tokens in (MOST + 1, 3):
+        with warming.recording() as calls:
+            ops.scaled_linear(**given_of(tokens, 16, 128, scheme=(of_x, "channel")))
+        launches = warming.warm_up(calls, tokens=tokens, most=MOST + 1)
+        assert launches == len({1, *(step + 1 for step in linear.buckets())})
 
 
 @pytest.mark.usefixtures("triton")

@@ -69,6 +69,20 @@ def test_every_variant_for_fewer_rows_is_launched_once(name: str, launched: Coun
     assert set(launched) == set(warmed)
 
 
+@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_group_quant", "gated_rms_norm"])
+def test_rows_are_as_many_times_more_as_steps_are_longer_than_the_one_that_was_recorded(
+    name: str, launched: Counter[Any]
+) -> None:
+    made = []
+    for rows in (MOST, MOST // 10):
+        with recording() as calls:
+            call(name, rows, Options(gap=8, column_major="group_quant" in name, tma_aligned="group_quant" in name))
+        launched.clear()
+        made.append((warm_up(calls, tokens=rows // 3, most=MOST // 3), set(launched)))
+    assert made[0] == made[1]
+    assert warm_up(calls, tokens=7, most=MOST) < made[0][0]  # no whole number of rows a token
+
+
 def test_what_is_warmed_up_has_no_more_rows_than_what_was_recorded(launched: Counter[Any]) -> None:
     with recording() as calls:
         call("add_rms_norm", 500, Options())
