@@ -287,14 +287,13 @@ def forward_of(wrapper: Any, name: str, ops: Any, stood: Native, door: Door) -> 
             ops.layers[name].left = problem
             return type(wrapper).forward(wrapper, positions, hidden_states, llama_4_scaling)
         rows = wrapper.fused_qkv_a_proj(hidden_states)[0]
-        q, kv, k_rope = rows.split([wrapper.q_lora_rank, wrapper.kv_lora_rank, wrapper.qk_rope_head_dim], dim=-1)
         table = wrapper.rotary_emb.cos_sin_cache
         weights = wrapper.q_a_layernorm.weight, wrapper.kv_a_layernorm.weight
-        normed, entries = latents(q, kv, k_rope, positions, *weights, table, settings, pairs, layer)
+        normed, entries, apart = latents(rows, positions, *weights, table, settings, pairs, layer)
         query = wrapper.q_b_proj(normed)[0]
         turn(query, positions, table, heads, pairs, layer)
         output = query.new_empty((query.shape[0], wrapper.num_heads * wrapper.v_head_dim))
-        attend(query, entries, positions, output, layer)
+        attend(query, entries, apart, positions, output, layer)
         return wrapper.o_proj(output)[0]
 
     return forward

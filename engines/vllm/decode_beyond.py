@@ -1,105 +1,148 @@
-"""`mla_decode` in graphs that are to be vLLM's own (`host_bound`): plain torch stands there, which vLLM's compiler merges as its own.
+"""`mla_decode` in graphs that are to be vLLM's own (`host_bound`): what its wrapper does stands there again, op by op.
 
-Such steps are prompts, nearly always. No op stands in front of the attention in their graphs, and the one that is the attention does what vLLM's two do.
+vLLM traces a model once and compiles it for each range of tokens. So the wrapper's own forward is traced once more, between its projections, with what
+the ops of ours are given, and its results are handed to the op that is the attention, which then does what vLLM's two do and nothing else.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
+from torch.func import functionalize
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from ...fusion.ops.norm import normalise_wide
 from ..process import troubled
 from . import decode_ops
+from .decode_ops import Layer
+from .decode_trial import With, code_of
 from .host_bound import holds
 
+aten = torch.ops.aten
 
-class PlainBeyond(InductorPass):  # type: ignore[misc]
-    """A pass of vLLM's for these numbers of tokens."""
 
-    def __init__(self, tokens: range) -> None:
+class OwnBeyond(InductorPass):  # type: ignore[misc]
+    """A pass of vLLM's for these numbers of tokens and layers."""
+
+    def __init__(self, tokens: range, made: Iterable[Layer]) -> None:
         self.tokens = tokens
+        self.kinds = {(layer.kind(), code_of(layer)): layer for layer in made}
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
         """Whether a range of vLLM's is one of them."""
         return holds(self.tokens, compile_range)
 
     def __call__(self, graph: Graph) -> None:
-        """Put what the ops compute in their place. Where that cannot be traced they stay, which costs the host more and no more."""
+        """Put what vLLM's wrapper does in the place of our ops. Where that cannot be traced they stay, which costs the host more and no more."""
         try:
-            found = [*_traced(graph)]
+            found = [(latents, turn, self._traced(latents, turn)) for latents, turn in _pairs(graph)]
         except Exception as error:
-            troubled("writing mla_decode's ops out in a graph", error)
+            troubled("putting vLLM's own ops in the place of mla_decode's in a graph", error)
             return
-        for node, places, inputs, plain in found:
-            made = _inlined(graph, node, inputs, plain)
-            _replace(graph, node, dict(zip(places, made, strict=True)))
+        for latents, turn, own in found:
+            _replace(graph, latents, turn, own)
 
     def uuid(self) -> str:
-        """Changes with this file."""
+        """Changes with this file, and with what is traced."""
         return f"{self.tokens} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
 
+    def _traced(self, latents: Node, turn: Node) -> Graph:
+        """What the wrapper does: of `_given` the normed query latent, the query, the latent and the rope's columns as its attention is given them.
 
-def latents(
-    q: Tensor, kv: Tensor, k_rope: Tensor, positions: Tensor, q_weight: Tensor, kv_weight: Tensor, table: Tensor, *,
-    settings: list[float], pairs: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `layerfuse_vllm::mla_latents` where a step is no decode step: the normed query latent, and the entries that no cache has yet."""
-    q_epsilon, kv_epsilon, q_offset, kv_offset = settings
-    normed = normalise_wide(q, q_weight, q_epsilon, q_offset).to(q.dtype)
-    latent = normalise_wide(kv, kv_weight, kv_epsilon, kv_offset).to(kv.dtype)
-    return normed, torch.cat([latent, _turned(k_rope, positions, table, pairs)], -1)
+        Raises:
+            TypeError: that is not known of these nodes.
+        """
+        layer = self._layer(latents)
+        wrapper = layer.wrapper
+
+        def own(
+            rows: Tensor, query: Tensor, positions: Tensor, q_weight: Tensor, kv_weight: Tensor, table: Tensor
+        ) -> Any:
+            seen: list[Tensor] = []
+
+            def project(normed: Tensor) -> tuple[Tensor]:
+                seen.append(normed)
+                return (query,)
+
+            def attend(q: Tensor, latent: Tensor, rope: Tensor, *_: Any, **__: Any) -> Tensor:
+                seen.extend((q, latent, rope))
+                return q
+
+            standing = With(
+                wrapper, fused_qkv_a_proj=lambda _: (rows,), q_b_proj=project, mla_attn=attend, o_proj=lambda x: (x,)
+            )
+            with ExitStack() as held:
+                for module, name, tensor in (
+                    ("q_a_layernorm", "weight", q_weight), ("kv_a_layernorm", "weight", kv_weight),
+                    ("rotary_emb", "cos_sin_cache", table),
+                ):  # fmt: skip
+                    held.enter_context(_holding(layer.children[module], name, tensor))
+                type(wrapper).forward(standing, positions, rows)
+            return tuple(seen)
+
+        given = [each.meta["val"] for each in _given(latents, turn)]
+        traced = make_fx(functionalize(own, remove="mutations"), decomposition_table=select_decomp_table())(*given)
+        graph: Graph = traced.graph
+        for node in reversed(graph.nodes):
+            target = node.target
+            if target is aten.copy_.default and node.args[0].op == "placeholder" and not node.users:
+                graph.erase_node(node)  # the query is written to in place, and nobody reads it but by the result
+            elif target in (aten.alias.default, aten.detach.default):
+                node.replace_all_uses_with(node.args[0])
+            elif target is aten.view.default:
+                node.target = aten.reshape.default  # as Inductor has them by now, and vLLM's passes look for them
+            elif isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+                raise TypeError(f"{target} writes to what it is given")
+        graph.eliminate_dead_code()
+        return graph
+
+    def _layer(self, latents: Node) -> Layer:
+        """One like that of a node, whose name is not in the graph."""
+        *_, settings, pairs, _ = latents.args
+        found = [
+            each for each in self.kinds.values() if ([*each.epsilons, *each.offsets], each.pairs) == (settings, pairs)
+        ]
+        if len(found) != 1:
+            raise TypeError(f"{len(found)} kinds of layers have the settings of {latents}")
+        return found[0]
 
 
-def turned_query(q: Tensor, positions: Tensor, table: Tensor, *, heads: int, pairs: str) -> tuple[Tensor]:
-    """As `layerfuse_vllm::mla_rope`, with a result of its own."""
-    rows = q.view(q.shape[0], heads, q.shape[1] // heads)
-    width = table.shape[-1]
-    rope = _turned(rows[..., -width:], positions, table, pairs)
-    return (torch.cat([rows[..., :-width], rope], -1).view(q.shape),)
+@contextmanager
+def _holding(module: Any, name: str, tensor: Tensor) -> Iterator[None]:
+    """A module with another tensor in the place of its own."""
+    held = module._parameters if name in module._parameters else module._buffers
+    before = held[name]
+    held[name] = tensor
+    try:
+        yield
+    finally:
+        held[name] = before
 
 
-def _turned(x: Tensor, positions: Tensor, table: Tensor, pairs: str) -> Tensor:
-    """The rope of (tokens, width) or (tokens, heads, width), by a table of cos beside sin; computed in float32, rounded once."""
-    cos, sin = table.index_select(0, positions).float().chunk(2, -1)
-    if x.dim() == 3:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    wide = x.float()
-    if pairs == "halves":
-        first, second = wide.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-    first, second = wide[..., 0::2], wide[..., 1::2]
-    return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2).to(x.dtype)
-
-
-def _traced(graph: Graph) -> Iterator[tuple[Node, tuple[int, ...], list[Node], Graph]]:
-    """Of each op of ours: its node, the places of its results, the nodes that it reads, and a graph that computes these results of them."""
+def _pairs(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """Of each layer the nodes of both of our ops in front of its attention."""
+    latents = None
     for node in graph.nodes:
         if node.target is decode_ops.latents:
-            *tensors, settings, pairs, _ = node.args
-            _checked(node, (0, 1))
-            yield node, (0, 1), tensors, _plain(partial(latents, settings=settings, pairs=pairs), tensors)
+            latents = _checked(node, (0, 1, 2))
         elif node.target is torch.ops.higher_order.auto_functionalized and node.args[0] is decode_ops.turn:
-            given = node.kwargs
-            _checked(node, (1,))
-            tensors = [given["q"], given["positions"], given["table"]]
-            function = partial(turned_query, heads=given["heads"], pairs=given["pairs"])
-            yield node, (1,), tensors, _plain(function, tensors)
+            if latents is None:
+                raise TypeError(f"{node} has no latents in front of it")
+            yield latents, _checked(node, (1,))
+            latents = None
 
 
-def _checked(node: Node, places: tuple[int, ...]) -> None:
-    """That a node is read by the places of its results alone.
+def _checked(node: Node, places: tuple[int, ...]) -> Node:
+    """A node that is read by the places of its results alone.
 
     Raises:
         TypeError: it is not.
@@ -107,26 +150,37 @@ def _checked(node: Node, places: tuple[int, ...]) -> None:
     for user in node.users:
         if user.target is not operator.getitem or user.args[1] not in places:
             raise TypeError(f"{user} reads {node} in another way than by its results")
+    return node
 
 
-def _plain(function: Callable[..., Any], given: list[Node]) -> Graph:
-    traced = make_fx(function, decomposition_table=select_decomp_table())(*(each.meta["val"] for each in given))
-    traced.graph.eliminate_dead_code()
-    graph: Graph = traced.graph
-    return graph
+def _given(latents: Node, turn: Node) -> list[Node]:
+    """The rows, the query that is not turned yet, the positions, both weights and the table."""
+    rows, *others = latents.args[:5]
+    return [rows, turn.kwargs["q"], *others]
 
 
-def _inlined(graph: Graph, node: Node, given: list[Node], plain: Graph) -> tuple[Node, ...]:
-    """Write what a graph does with these nodes in front of a node; its results."""
-    holders = [each for each in plain.nodes if each.op == "placeholder"]
-    with graph.inserting_before(node):
-        made = graph.graph_copy(plain, dict(zip(holders, given, strict=True)))
-    return tuple(made)
-
-
-def _replace(graph: Graph, node: Node, instead: dict[int, Node]) -> None:
-    """Let those that read a node's results by their place read others."""
-    for user in list(node.users):
-        user.replace_all_uses_with(instead[user.args[1]])
-        graph.erase_node(user)
-    graph.erase_node(node)
+def _replace(graph: Graph, latents: Node, turn: Node, own: Graph) -> None:
+    """Write what vLLM does in front of our nodes: up to the query, and from there on."""
+    holders, result = [each for each in own.nodes if each.op == "placeholder"], own.output_node()
+    known = dict(zip(holders, _given(latents, turn), strict=True))
+    late = {holders[1]}
+    before = latents
+    for node in own.nodes:
+        if node in known or node is result:
+            continue
+        if not late.isdisjoint(node.all_input_nodes):
+            before = turn
+        with graph.inserting_before(before):
+            known[node] = graph.node_copy(node, known.__getitem__)
+    normed, query, latent, rope = (known[each] for each in result.args[0])
+    for node, instead in ((latents, {0: normed, 1: latent, 2: rope}), (turn, {1: query})):
+        for user in list(node.users):
+            user.replace_all_uses_with(instead[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+    # Inductor copies what a graph hands on to the strides that it had before.
+    out = graph.output_node()
+    strides = out.meta.get("original_output_strides", ())
+    for place, each in enumerate(out.args[0]) if strides else ():
+        if each in (query, latent, rope):
+            strides[place] = each.meta["val"].stride()

@@ -88,6 +88,8 @@ class Layer:
     "The layers of its model that have not decoded yet, by name: one set for all of them."
     children: dict[str, Any] = field(init=False, repr=False)
     "The wrapper's. A module's attribute takes a microsecond, and these are asked for at every step."
+    widths: tuple[int, int, int] = field(init=False)
+    "Of the query's latent, the key/value's, and the rope."
     forward: Any = field(default=None, repr=False)
     "Ours, as it was put into the wrapper."
     halved: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
@@ -105,6 +107,8 @@ class Layer:
 
     def __attrs_post_init__(self) -> None:
         self.children = self.wrapper._modules
+        attention = self.attention
+        self.widths = self.norms[0]["weight"].shape[0], attention.kv_lora_rank, attention.qk_rope_head_dim
 
     @property
     def op(self) -> str:
@@ -239,27 +243,29 @@ layers: dict[str, Layer] = {}
 """By name, of this process."""
 
 
-def _latents(q: Tensor, kv: Tensor, k_rope: Tensor, positions: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    # The others are there for graphs in which plain torch takes this op's place. The layer knows them as they are now.
+def _latents(rows: Tensor, positions: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    # The others are there for graphs that are to be vLLM's own. The layer knows them as they are now.
     layer_name = others[-1]
-    layer, tokens = layers[_plain(layer_name)], kv.shape[0]
+    layer, tokens = layers[_plain(layer_name)], rows.shape[0]
     metadata, _, cache, slots = vllm_mla.get_attention_context(layer.name)
-    rows, normed, entries = (q, kv, k_rope), *_made(q, kv, k_rope)
+    normed, entries, apart = _made(rows, positions, others[0])
+    parts = rows.split_with_sizes(layer.widths, -1)
     _here.decodes = layer.decodes(metadata, cache, slots, tokens)
     if _here.decodes:
         try:
-            layer.write(rows, positions, slots, layer.seen(cache), normed)
+            layer.write(parts, positions, slots, layer.seen(cache), normed)
         except REFUSALS as error:
             layer.refuse(error)
             _here.decodes = False
         else:
-            return normed, entries
-    layer.write(rows, positions, layer.buffer_slots(tokens), entries, normed)
-    return normed, entries
+            return normed, entries, apart
+    layer.write(parts, positions, layer.buffer_slots(tokens), entries, normed)
+    return normed, entries, apart
 
 
-def _made(q: Tensor, kv: Tensor, k_rope: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), kv.new_empty(kv.shape[0], kv.shape[-1] + k_rope.shape[-1])
+def _made(rows: Tensor, _: Tensor, q_weight: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    (tokens, width), latent = rows.shape, q_weight.shape[0]
+    return rows.new_empty(tokens, latent), rows.new_empty(tokens, width - latent), rows.new_empty(0)
 
 
 def _turn(q: Tensor, positions: Tensor, *others: Any) -> None:
@@ -268,23 +274,26 @@ def _turn(q: Tensor, positions: Tensor, *others: Any) -> None:
         layer.rope_in_place(layer.heads(q), positions)
 
 
-def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer_name: Any) -> None:
+def _attend(q: Tensor, entries: Tensor, apart: Tensor, positions: Tensor, output: Tensor, layer_name: Any) -> None:
     layer = layers[_plain(layer_name)]
-    layer.calls += 1
     metadata, attention, cache, slots = vllm_mla.get_attention_context(layer.name)
+    if apart.dim() == 3:  # the graph is vLLM's own (`decode_beyond`)
+        _as_vllm(attention, q, entries, apart, cache, metadata, slots, output, layer_name)
+        return
+    layer.calls += 1
     heads = layer.heads(q)
     decodes = metadata is not None and metadata.num_actual_tokens == metadata.num_decode_tokens
     if decodes:
         # What is replayed with a graph says nothing here.
         decodes = layer.decodes(metadata, cache, slots, entries.shape[0]) if in_pieces() else _here.decodes
-    _here.decodes = False  # where plain torch makes the next layer's latents, nobody says so
+    _here.decodes = False
     if decodes:
         count = metadata.num_actual_tokens
         try:
             query = layer.query(heads[:count], positions[:count])
         except REFUSALS as error:
             layer.refuse(error)
-            heads = heads.clone()
+            heads, slots = heads.clone(), None  # its latents are in the cache already
             layer.rope_in_place(heads, positions)
         else:
             shared = attention.dcp_manager if attention.impl.dcp_world_size > 1 else None
@@ -297,17 +306,24 @@ def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer
             attention._v_up_proj(attended, out=output[:count])
             layer.has_decoded()
             return
-    latent, rope = entries.split_with_sizes((attention.kv_lora_rank, attention.qk_rope_head_dim), -1)
-    rope = rope.unsqueeze(1)
-    if slots is not None and not decodes:
+    latent, rope = entries.split_with_sizes(layer.widths[1:], -1)
+    if layer.without_gaps:
+        latent = latent.contiguous()
+    _as_vllm(attention, heads, latent, rope.unsqueeze(1), cache, metadata, slots, output, layer_name)
+
+
+def _as_vllm(
+    attention: Any, q: Tensor, latent: Tensor, rope: Tensor, cache: Tensor, metadata: Any, slots: Tensor | None,
+    output: Tensor, layer_name: Any,
+) -> None:  # fmt: skip
+    """What vLLM's two ops do. Without slots nothing is written."""
+    if slots is not None:
         form, scale = attention.kv_cache_dtype, attention._k_scale
         if _IS_ONE_CALL:
             attention.update_kv_cache(latent, rope, cache, slots, metadata, form, scale)
         else:
             vllm_mla.unified_mla_kv_cache_update(latent, rope, layer_name, form, scale)
-    if layer.without_gaps:
-        latent = latent.contiguous()
-    attention.forward_impl(heads, latent, rope, cache, metadata, output=output)
+    attention.forward_impl(q, latent, rope, cache, metadata, output=output)
 
 
 def called(function: Callable[..., Any]) -> set[str]:
@@ -355,8 +371,8 @@ def encoded(name: str) -> Any:
 
 latents = _define(
     "mla_latents",
-    "(Tensor q, Tensor kv, Tensor k_rope, Tensor positions, Tensor q_weight, Tensor kv_weight, Tensor table, float[] settings, str pairs, "
-    "{name} layer_name) -> (Tensor, Tensor)",
+    "(Tensor rows, Tensor positions, Tensor q_weight, Tensor kv_weight, Tensor table, float[] settings, str pairs, {name} layer_name) "
+    "-> (Tensor, Tensor, Tensor)",
     _latents,
     _made,
 )
@@ -368,7 +384,7 @@ turn = _define(
 )
 attend = _define(
     "mla_attend",
-    "(Tensor q, Tensor entries, Tensor positions, Tensor(a!) output, {name} layer_name) -> ()",
+    "(Tensor q, Tensor entries, Tensor apart, Tensor positions, Tensor(a!) output, {name} layer_name) -> ()",
     # Where a cache comes from elsewhere, vLLM waits for it and sends it on around its attention.
     vllm_mla.maybe_transfer_kv_layer(_attend),
     lambda *_: None,
@@ -409,7 +425,7 @@ def try_out(made: Iterable[Layer], vllm_config: Any) -> int:
 def _calls(layer: Layer, vllm_config: Any, most: int) -> tuple[Callable[[int], Any], ...]:
     """What a layer calls in a step, for some tokens: into a buffer, into the cache, the query of either."""
     attention, weight = layer.attention, layer.norms[0]["weight"]
-    widths = (weight.shape[0], attention.kv_lora_rank, attention.qk_rope_head_dim)
+    widths = layer.widths
     shape = attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim
     form = attention.get_kv_cache_spec(vllm_config)
     every = layer.buffer_slots(most)

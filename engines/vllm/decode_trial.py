@@ -17,7 +17,7 @@ from ..trial import ROWS, raised, random, why_apart
 from .decode_ops import Layer
 
 
-class _With:
+class With:
     """An object as it is, but for some of what it has."""
 
     def __init__(self, held: Any, **instead: Any) -> None:
@@ -32,7 +32,7 @@ def difference(made: Iterable[Layer], vllm_config: Any) -> str | None:
 
     Layers in which the same code runs with the same settings are tried once.
     """
-    kinds = {(layer.kind(), _code(layer)): layer for layer in made}
+    kinds = {(layer.kind(), code_of(layer)): layer for layer in made}
     for layer in kinds.values():
         try:
             with torch.inference_mode():
@@ -44,7 +44,8 @@ def difference(made: Iterable[Layer], vllm_config: Any) -> str | None:
     return None
 
 
-def _code(layer: Layer) -> frozenset[Hashable]:
+def code_of(layer: Layer) -> frozenset[Hashable]:
+    """What layers share in which the same code runs with the same settings."""
     names = {(f"layer_name of this {type(layer.attention).__qualname__}", layer.name)}
     return layer.around.alike.union(layer.stood.alike).difference(names)
 
@@ -59,8 +60,7 @@ def _results(layer: Layer, vllm_config: Any) -> Iterator[tuple[Any, Tensor]]:
         attention.qk_rope_head_dim,
         attention.kv_lora_rank,
     )
-    widths = layer.norms[0]["weight"].shape[0], latent, rope
-    rows = random(weight.new_empty(ROWS, sum(widths)))
+    rows = random(weight.new_empty(ROWS, sum(layer.widths)))
     query = random(weight.new_empty(ROWS, heads * (nope + rope)))
     attended = random(weight.new_empty(ROWS, heads, latent))
     positions = torch.linspace(0, table.shape[0] - 1, ROWS, device=rows.device).long()
@@ -86,14 +86,14 @@ def _results(layer: Layer, vllm_config: Any) -> Iterator[tuple[Any, Tensor]]:
         seen.update(q=q, entries=torch.cat([normed, k_rope.view(ROWS, rope)], -1))
         scale = attention._k_scale
         attention.impl.do_kv_cache_update(normed, k_rope, caches[0], slots, attention.kv_cache_dtype, scale)
-        inside = _With(attention, impl=_With(attention.impl, forward_mqa=kernel, dcp_world_size=1))
+        inside = With(attention, impl=With(attention.impl, forward_mqa=kernel, dcp_world_size=1))
         type(attention).forward_impl(inside, q, normed, k_rope, caches[0], step, output=output[0])
         return output[0]
 
-    standing = _With(wrapper, fused_qkv_a_proj=lambda x: (x,), q_b_proj=project, mla_attn=attend, o_proj=lambda x: (x,))
+    standing = With(wrapper, fused_qkv_a_proj=lambda x: (x,), q_b_proj=project, mla_attn=attend, o_proj=lambda x: (x,))
     type(wrapper).forward(standing, positions, rows.clone())
 
-    split = rows.split(widths, -1)
+    split = rows.split(layer.widths, -1)
     normed, entries = split[0].new_empty(split[0].shape), rows.new_empty(ROWS, latent + rope)
     layer.write(split, positions, layer.buffer_slots(ROWS), entries, normed)
     yield seen["normed"], normed

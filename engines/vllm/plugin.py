@@ -438,9 +438,11 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _add_pass(backend, compiled)
     if compiled is not None and compiled.untouched and any(each.key for each in compiled.seams.values()):
         with _quietly("adding the pass for steps that wait for the host to vLLM's"):
-            from .decode_beyond import PlainBeyond
+            from .decode_beyond import OwnBeyond
+            from .decode_facts import NAME
 
-            backend.pass_manager.passes.insert(0, PlainBeyond(compiled.untouched))
+            door: Any = compiled.seams[NAME]
+            backend.pass_manager.passes.insert(0, OwnBeyond(compiled.untouched, door.made))
     return result
 
 
