@@ -41,13 +41,13 @@ class Arm:
     def __init__(self, asked: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.vocabulary = asked["vocabulary"]
+        self.vocabulary, self.together = asked["vocabulary"], asked["together"]
         before = time.time()
         self.llm = LLM(
             model=asked["model"], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048,
             gpu_memory_utilization=0.05, kv_cache_memory_bytes=asked["cache"], max_num_seqs=max(asked["batches"]),
             max_num_batched_tokens=8192, enable_prefix_caching=False, seed=0, tensor_parallel_size=asked["tp"],
-            worker_extension_cls="vllm_probe.Probe", logits_processors=[f"vllm_forced:{_forced()}"],
+            worker_extension_cls="vllm_probe.Probe", logits_processors=[f"vllm_forced:{_forced()}"] if self.together == 1 else None,
             compilation_config={"cudagraph_capture_sizes": asked["captured"], **asked["compilation"]},
             additional_config=asked["additional"], **asked["engine"],
         )  # fmt: skip
@@ -136,6 +136,9 @@ class Arm:
         """
         from vllm import SamplingParams
 
+        if self.together > 1:
+            self._stop_amid(batch, context)
+            return
         asked = []
         for row in self._prompts(batch, 2 * batch + 16, 8):
             *before, last = row["prompt_token_ids"]
@@ -155,6 +158,27 @@ class Arm:
                 f"{batch} sequences of {context} tokens did not decode together: {ended.count('stop')} of them met the step at which "
                 "all end. Give the engine more bytes for keys and values."
             )
+
+    def _stop_amid(self, batch: int, context: int) -> None:
+        """The same where nobody can say what is drawn: the engine makes no step any more once all have decoded together a few times."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        greedy = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True, detokenize=False)
+        began = time.time_ns()  # no request has the name of an earlier one
+        names = [f"{began} {place}" for place in range(batch)]
+        for name, prompt in zip(names, self._prompts(batch, context, 7), strict=True):
+            engine.add_request(name, prompt, greedy)
+        steps = 0
+        while steps < 4:
+            found = engine.step()
+            if any(each.finished for each in found):
+                raise RuntimeError(
+                    f"{batch} sequences of {context} tokens did not decode together before the first ended"
+                )
+            # The first such step may hold the last of the prompts.
+            steps = steps + 1 if len(found) == batch else 0
+        engine.abort_request(names)
 
     def prompts(self, number: int, length: int, rounds: int) -> list[float]:
         """Milliseconds of vLLM's step for so many prompts together, once for each round: by the host's clock, its own work in it."""
@@ -192,13 +216,13 @@ class Arm:
             parts = [1024] * (length // 1024) + ([length % 1024] if length % 1024 else [])
             self.llm.generate([self._prompts(1, part, 11)[0] for part in parts], one, use_tqdm=False)
 
-    def replay(self, tokens: int, warm: int, rounds: int, each: int) -> list[list[float]]:
+    def replay(self, batch: int, warm: int, rounds: int, each: int) -> list[list[float]]:
         """Of every rank."""
-        return self.llm.collective_rpc("probe_replay", args=(tokens, warm, rounds, each))
+        return self.llm.collective_rpc("probe_replay", args=(batch * self.together, warm, rounds, each))
 
-    def kernels(self, tokens: int) -> list[dict[str, Any]]:
+    def kernels(self, batch: int) -> list[dict[str, Any]]:
         """Of every rank."""
-        return self.llm.collective_rpc("probe_kernels", args=(tokens,))
+        return self.llm.collective_rpc("probe_kernels", args=(batch * self.together,))
 
 
 def _thought(output: Any, tokens: list[int]) -> dict[str, Any]:

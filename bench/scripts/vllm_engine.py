@@ -114,7 +114,7 @@ class Engine:
         self.report = logs / f"{name}.report.json"
         asked = {
             "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
-            "captured": [*BATCHES, CAPTURED], "cache": stage.cache, "engine": {**stage.engine, **way.engine},
+            "captured": [*(each * stage.together for each in BATCHES), CAPTURED], "together": stage.together, "cache": stage.cache, "engine": {**stage.engine, **way.engine},
             **self.asked(way, fusions, {} if ours is None else ours.options),
         }  # fmt: skip
         variables = {
@@ -233,7 +233,7 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
                 # take lengths and splits of each sequence from memory.
                 _try(result, engines, arm, until, "settle", batch, CONTEXT)
                 _try(result, engines, arm, until, "kernels", batch)
-        if given.no_texts:
+        if given.no_texts or stage.together > 1:  # vLLM takes no logits processor there, by which texts are forced
             return _concluded(result, {f"{name}.{arm}": arm for arm in result["arms"]}, logs)
         for arm in list(engines):
             drew = _try(result, engines, arm, until, "tokens")

@@ -25,15 +25,15 @@ except ImportError:
 _managers: list[Any] = []
 _profiles: list[Any] = []
 _counts: list[cProfile.Profile] = []
-_filled: list[int] = []
+_filled: set[int] = set()
 
 
 @torch.no_grad()
 def _initialize(module: torch.nn.Module, *_: Any, **__: Any) -> None:
-    # The loader hands over the whole model first, then every module of it.
-    if not _filled:
+    # The loader hands over the whole model first, then every module of it; a model that drafts comes after that.
+    if id(module) not in _filled:
         steps.one_configuration("vllm.third_party.flash_linear_attention")
-        _filled.append(id(module))
+        _filled.update(map(id, module.modules()))
         group = get_tp_group()
         sharded = vllm_shapes.sharded_in(module)
         vllm_shapes.fill(module.state_dict(), sharded, group.rank_in_group, group.world_size)

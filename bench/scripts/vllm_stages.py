@@ -51,6 +51,12 @@ class Stage:
     needs: int = 150
     "Seconds that it takes about."
 
+    @property
+    def together(self) -> int:
+        """Tokens of a sequence in a decode step: one, and those that are drafted."""
+        drafts: int = self.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
+        return 1 + drafts
+
 
 _PASSES = {"fuse_norm_quant": False, "fuse_act_quant": False}
 _FLASHINFER_OFF, _DEEP_GEMM_OFF = {"VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}, {"VLLM_USE_DEEP_GEMM": "0"}
@@ -92,11 +98,14 @@ _GATED = Arm(("+gated_rms_norm_group_quant",))
 _PER_TOKEN = Arm(("add_rms_norm_per_token_quant", "rms_norm_per_token_quant", "silu_mul_per_token_quant"))
 _LINEARS = Arm(options={"few_token_linears": True})
 _DECODE, _FP8_CACHE = {"decode": Arm(("mla_decode",))}, {"kv_cache_dtype": "fp8"}
+# By the layer that DeepSeek-V3 has for it, which drafts one for each sequence in every step.
+_DRAFT = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 _BLOCKS_MLA = {
     **_BLOCKS,
     "decode": Arm(("+mla_decode",)),
     "decode_deep_gemm": Arm(("+mla_decode",), way="deep_gemm"),
 }
+_INSTALLED_MLA = {"default": Arm(), "decode": Arm(("+mla_decode",))}
 # Which fusion it is that moves numbers.
 _WITHOUT = {
     f"without_{name}": Arm((f"-{name}_group_quant",)) for name in ("silu_mul", "mla_dual_rms_norm", "add_rms_norm")
@@ -171,6 +180,10 @@ STAGES = {
     "minimax-m3-rank8-mixture": Stage("minimax-m3-rank8-mixture", {"norms": Arm(("add_rms_norm",))}, engine=_UNTRIED, needs=150),
     "minimax-m3-rank8-dense-fp8": Stage("minimax-m3-rank8-dense-fp8", _M3_SEAMS, _OWN_WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
     "minimax-m3-rank8-mixture-fp8": Stage("minimax-m3-rank8-mixture-fp8", _M3_SEAMS, _OWN_WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
+    # The same with a token drafted, and with caches in fp8.
+    "deepseek-v3-rank8-dense-draft": Stage("deepseek-v3-rank8-dense", _INSTALLED_MLA, variables=_SKIP, engine=_UNTRIED | _DRAFT, needs=230),
+    "deepseek-v3-rank8-dense-fp8-cache": Stage("deepseek-v3-rank8-dense", _INSTALLED_MLA, variables=_SKIP, engine=_UNTRIED | _FP8_CACHE, needs=230),
+    "kimi-k2.5-rank8-mixture-fp8-cache": Stage("kimi-k2.5-rank8-mixture", {"default": Arm(), **_DECODE}, engine=_UNTRIED | _FP8_CACHE, needs=100),
     # Attention alone.
     "mla16": Stage("mla-16", _DECODE, _KERNELS),
     "mla128": Stage("mla-128", _DECODE, _KERNELS),
@@ -191,6 +204,7 @@ STAGES = {
     # For trying this script.
     "tiny": Stage("tiny", {"default": Arm(), "add_norm": Arm(("add_rms_norm",))}, cache=1 << 30),
     "tiny-mla": Stage("tiny", _DECODE, cache=1 << 30),
+    "tiny-mla-draft": Stage("tiny", _DECODE, engine=_DRAFT, cache=1 << 30),
     "tiny-tp2": Stage("tiny", {"all_reduce": Arm(("all_reduce_add_rms_norm",))}, _NCCL, tp=2, cache=1 << 30),
 }  # fmt: skip
 """By name, in the order of what they are worth."""

@@ -45,7 +45,7 @@ AT_ONCE, A_STEP = 6, 48
 """The most requests that run together, and the most tokens of a step."""
 VOCABULARY = 128
 GRAPHS = 8
-"""Tokens of a step behind which graphs hold plain torch, where the model is compiled, as if CUDA graphs ended there."""
+"""Tokens of a step behind which graphs are vLLM's own, where the model is compiled, as if CUDA graphs ended there."""
 EXPERTS, DENSE = TWO_LAYERS["deepseek-v3"], {"num_hidden_layers": 2, "first_k_dense_replace": 2}
 """Of the model. Where two experts are alike, rounding chooses another one, and a text goes on with other numbers."""
 _BUILD = MLACommonMetadataBuilder.build
@@ -183,8 +183,9 @@ def served(
         preempted.append(request.request_id)
         return preempt(self, request, *args, **kwargs)
 
-    def made(q: Tensor, kv: Tensor, k_rope: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return outputs(q, *q.shape), outputs(kv, kv.shape[0], kv.shape[-1] + k_rope.shape[-1])
+    def made(rows: Tensor, _: Tensor, q_weight: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        (tokens, width), latent = rows.shape, q_weight.shape[0]
+        return outputs(rows, tokens, latent), outputs(rows, tokens, width - latent), rows.new_empty(0)
 
     config = engine_config(
         "deepseek-v3", layerfuse=options, dtype=dtype, mode=mode, captured=GRAPHS, overrides=DENSE if dense else EXPERTS
