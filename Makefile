@@ -20,6 +20,8 @@ TORCH ?= torch==2.13.0
 ENGINES ?= vllm sglang
 TESTS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# What is imported is compiled then: most of torch, transformers and the engines never is, and compiling it all takes minutes.
+export PIP_COMPILE = 0
 
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml README.md $(wildcard *.py *.pyi *.toml *.json py.typed) \

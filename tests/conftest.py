@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import THOROUGH_ALONE, patch_language_once, thorough_alone
+from helpers import THOROUGH_ALONE, quick_interpreter, thorough_alone
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -85,7 +85,7 @@ def _prepare(seed: int) -> None:
         # Each graph's guards are timed, for a debug line, behind a flush of all of the processor's caches: 20 ms.
         sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0
     if "triton.runtime.interpreter" in sys.modules:
-        patch_language_once()
+        quick_interpreter()
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
         # torch renders its structured traces, which takes longer than the tests, as long as their logger has a handler. pytest

@@ -97,19 +97,26 @@ def thorough_alone(items: Iterable[pytest.Item]) -> list[str]:
     return [test for test, runs in default.items() if not runs]
 
 
-def patch_language_once() -> None:
-    """Triton's interpreter patches its language anew for every device function that a program calls, which is near half of its time.
+def quick_interpreter() -> None:
+    """Triton's interpreter without what it does over and over, which is most of its time: no result is another one.
 
-    What the launch has patched stays patched until it ends, so that once for each is enough.
+    It patches its language anew for every device function that a program calls: what the launch has patched stays patched until it ends, so
+    that once for each is enough. It works out whether integers overflow, and without a debug option, which it never has, asserts nothing of
+    it. Types and shapes of blocks are made anew for every value.
     """
+    from triton.language import core, semantic
     from triton.runtime import interpreter
 
-    patch, language, done = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core), set[frozenset[int]]()
-    if patch.__module__ == __name__:
+    patch, done = interpreter._patch_lang, set[frozenset[int]]()
+    if patch.__module__ == __name__ or os.environ.get("TRITON_INTERPRET") != "1":
         return
 
+    @functools.cache
+    def languages(fn: Any) -> frozenset[int]:
+        return frozenset(map(id, fn.__globals__.values())) & {id(interpreter.tl), id(core)}
+
     def once(fn: Any) -> Any:
-        seen = frozenset(id(value) for value in fn.__globals__.values() if any(value is each for each in language))
+        seen = languages(fn)
         if seen in done:
             return interpreter._LangPatchScope()
         scope = patch(fn)
@@ -118,7 +125,30 @@ def patch_language_once() -> None:
         done.add(seen)
         return scope
 
+    def remembered(function: Any, key: Any) -> Any:
+        known: dict[Any, Any] = {}
+
+        def at_hand(*args: Any) -> Any:
+            made = key(*args)
+            if made not in known:
+                known[made] = function(*args)
+            return known[made]
+
+        return at_hand
+
+    def filled(cls: Any, key: Any) -> Any:
+        make = cls.__init__
+        fields = remembered(lambda self, *args: (make(self, *args), dict(vars(self)))[1], key)
+        return lambda self, *args: vars(self).update(fields(self, *args))
+
+    tensor = filled(core.tensor, lambda _self, _handle, kind: kind.name)
+
     interpreter._patch_lang = once
+    assert not interpreter.InterpreterOptions.debug
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    interpreter._get_np_dtype = remembered(interpreter._get_np_dtype, lambda kind: kind.name)
+    core.block_type.__init__ = filled(core.block_type, lambda _, kind, shape: (kind.name, tuple(map(int, shape))))
+    core.tensor.__init__ = lambda self, handle, kind: (tensor(self, handle, kind), setattr(self, "handle", handle))[0]
 
 
 def shown(page: str, says: str) -> list[str]:

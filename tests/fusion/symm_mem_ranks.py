@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from family_support import REDUCED, Options, arguments
-from helpers import patch_language_once
+from helpers import quick_interpreter
 
 from layerfuse.fusion.chain import Form
 from layerfuse.fusion.compose import op_of
@@ -189,7 +189,7 @@ def rank_main(
 
     every = [buffer for several in buffers.values() for buffer in several]
     interpreter._interpreter = WholeWords(interpreter._interpreter, every)
-    patch_language_once()
+    quick_interpreter()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     groups = [dist.group.WORLD.group_name, dist.new_group().group_name]

@@ -114,27 +114,27 @@ def test_what_a_mixture_gives(
     given = given_of(tokens, choices, many, width, inner)
     given["topk_ids"] = given["topk_ids"].to(ids)
     right = wanted(given)
-    for steady in (False, True, True):  # the last time without Triton's search
+    # The last time without Triton's search. Its interpreter has none, and knows no kernel in front that a steady one need not wait for.
+    for steady in (False, True, True) if GPU else (tokens % 2 == 0,):
         got = experts_of(**given, use_ue8m0=use_ue8m0, steady=steady)
         assert got.shape == (tokens, width) and got.dtype == torch.bfloat16
         close(got, right)
 
 
-@pytest.mark.parametrize("use_ue8m0", [False, True])
-def test_products_that_are_rounded(backend: str, use_ue8m0: bool) -> None:
-    given = given_of(5, 3, 6, 384, 256)
+def test_products_that_are_rounded(backend: str) -> None:
+    given = given_of(5, 3, 6, 256, 256)
     generator = torch.Generator().manual_seed(1)
     for name in ("x", "w13", "w2"):
         given[name] = (torch.randn(given[name].shape, generator=generator) * 60).to(FP8).to(DEVICE)
     given["w13_scale"] /= 6000
-    got = experts_of(**given, use_ue8m0=use_ue8m0)
-    right = torch.empty_like(got)
-    reference(*given.values(), right, use_ue8m0, False)
-    # What is rounded between the products may go either way, and Triton's interpreter rounds as no hardware does.
-    far = float((got - right).norm() / right.norm())
-    assert far < (1e-2 if GPU or backend == "reference" else 8e-2)
-    other = experts_of(**given, use_ue8m0=not use_ue8m0)
-    assert float((got - other).norm() / right.norm()) > 1e-3
+    both = [experts_of(**given, use_ue8m0=use_ue8m0) for use_ue8m0 in (False, True)]
+    for got, use_ue8m0 in zip(both, (False, True), strict=True):
+        right = torch.empty_like(got)
+        reference(*given.values(), right, use_ue8m0, False)
+        # What is rounded between the products may go either way, and Triton's interpreter rounds as no hardware does.
+        far = float((got - right).norm() / right.norm())
+        assert far < (1e-2 if GPU or backend == "reference" else 8e-2)
+    assert float((both[0] - both[1]).norm() / both[0].norm()) > 1e-3
 
 
 def test_one_expert_of_all_tokens_and_one_of_none(backend: str) -> None:
@@ -187,7 +187,7 @@ def test_no_tokens_give_nothing(backend: str) -> None:
 
 
 def test_the_same_call_gives_the_same_bits(backend: str) -> None:
-    given = given_of(9, 3, 8, 384, 256)
+    given = given_of(9, 3, 8, 384, 256) if GPU else given_of(3, 2, 4)
     first = experts_of(**given)
     for _ in range(5 if GPU else 1):
         assert torch.equal(experts_of(**given), first)
