@@ -1,12 +1,12 @@
 """Block fp8 linears that quantise inside of their op: the quantisation is taken out for as long as fusions look for theirs.
 
 Where FlashInfer is, vLLM on Hopper multiplies by one op that takes bfloat16 (kernels/linear/scaled_mm/flashinfer.py of 0.26 and 0.33): by
-FlashInfer's kernel below 32 tokens, else by a quantisation and DeepGEMM. What a fused op has quantised goes to DeepGEMM too, or, with few
-tokens, to a kernel of layerfuse's (`fusion.ops.linear` says up to how many): such a product waits for its weights, and that kernel waits
-less (bench/results/few_token_gemm-nvidia-h100.json). Where no fusion has taken a quantisation it is put back, and few tokens go to a kernel
-that quantises inside as FlashInfer does.
+FlashInfer's kernel below 32 tokens, else by a quantisation and DeepGEMM. What a fused op has quantised goes to the same two, as both take
+it, or, with few tokens, to a kernel of layerfuse's (`fusion.ops.linear` says up to how many, and of which weights): such a product waits for
+its weights, and that kernel waits less (bench/results/few_token_gemm-nvidia-h100.json). Where no fusion has taken a quantisation it is put
+back, and few tokens go to a kernel that quantises inside as FlashInfer does.
 
-DeepGEMM reads values in e4m3 and float32 scales that lie column by column, each column from 16 bytes on. vLLM's default rounds scales to
+Both read values in e4m3 and float32 scales that lie column by column, each column from 16 bytes on. vLLM's default rounds scales to
 powers of two in front of it, and FlashInfer does not round them. What is taken out rounds for any number of tokens, as vLLM does where it
 multiplies by DeepGEMM alone: models are trained with such scales (DeepSeek-V3.1), and one that is not loses no more than it does with 32
 tokens.
@@ -19,6 +19,7 @@ import inspect
 import operator
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,7 +44,11 @@ ARGUMENTS = ("input", "weight", "weight_scale", "group_size", "use_deep_gemm_e8m
 GROUP = 128
 
 
-def multiply(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
+FLASHINFER_BELOW = 32
+"""Tokens from which vLLM's op leaves FlashInfer's kernel."""
+
+
+def deep_gemm(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
     """What vLLM's op computes behind its quantisation where there are many tokens.
 
     Args:
@@ -61,6 +66,16 @@ def multiply(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tenso
         (values, scales), (weight, weight_scale), out, is_deep_gemm_e8m0_used=powers_of_two
     )
     return out
+
+
+def multiply(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
+    """As `deep_gemm`, by FlashInfer's kernel where vLLM's op takes it."""
+    if len(values) >= FLASHINFER_BELOW:
+        return deep_gemm(values, scales, weight, weight_scale, powers_of_two)
+    product: Tensor = sys.modules[KERNELS].flashinfer_fp8_blockscale_gemm(
+        input=values, weight=weight, input_scale=scales, weight_scale=weight_scale, out_dtype=torch.bfloat16
+    )
+    return product
 
 
 def _fake(values: Tensor, _scales: Tensor, weight: Tensor, _weight_scale: Tensor, _powers_of_two: bool) -> Tensor:
@@ -83,20 +98,19 @@ def _own(x: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -
     return found
 
 
-def _beyond(powers_of_two: bool) -> tuple[str, str]:
-    """Two ops for more tokens than few, by name: of quantised rows, and of others."""
-    rows, weights = ("Tensor values, Tensor scales", "Tensor x"), "Tensor weight, Tensor weight_scale"
-    functions: tuple[Any, ...] = (multiply, _own)
-    names = []
-    for name, given, function in zip(("block_product", "block_linear"), rows, functions, strict=True):
-        names.append(f"{name}_{'rounded' if powers_of_two else 'exact'}")
-        _LIBRARY.define(f"{names[-1]}({given}, {weights}) -> Tensor")
-        _LIBRARY.impl(names[-1], partial(function, powers_of_two=powers_of_two), "CompositeExplicitAutograd")
-    return f"layerfuse_vllm::{names[0]}", f"layerfuse_vllm::{names[1]}"
+def _beyond(name: str, given: str, function: Callable[..., Tensor]) -> dict[bool, str]:
+    """An op for more tokens than few, by whether DeepGEMM's scales are rounded to powers of two."""
+    names = {rounds: f"{name}_{'rounded' if rounds else 'exact'}" for rounds in (False, True)}
+    for rounds, op in names.items():
+        _LIBRARY.define(f"{op}({given}, Tensor weight, Tensor weight_scale) -> Tensor")
+        _LIBRARY.impl(op, partial(function, powers_of_two=rounds), "CompositeExplicitAutograd")
+    return {rounds: f"layerfuse_vllm::{op}" for rounds, op in names.items()}
 
 
-BEYOND = {powers_of_two: _beyond(powers_of_two) for powers_of_two in (False, True)}
-"""By whether DeepGEMM's scales are rounded to powers of two."""
+BEYOND = _beyond("block_product", "Tensor values, Tensor scales", multiply)
+BEYOND_BY_DEEP_GEMM = _beyond("block_product_deep_gemm", "Tensor values, Tensor scales", deep_gemm)
+"""The same where vLLM multiplies by DeepGEMM alone."""
+_BEYOND_INSIDE = _beyond("block_linear", "Tensor x", _own)
 
 LINEAR = torch.ops.layerfuse.group_quant_linear.default
 BLOCK_LINEAR = torch.ops.layerfuse.block_scaled_linear.default
@@ -113,14 +127,14 @@ def product(
     if place not in ran or not is_layerfuses(weight, weight_scale):
         return multiply(values, scales, weight, weight_scale, powers_of_two)
     ran[place][BLOCK_LINEAR._opname] += is_looked_at()
-    found: Tensor = BLOCK_LINEAR(values, scales, weight, weight_scale, torch.bfloat16, True, BEYOND[powers_of_two][0])
+    found: Tensor = BLOCK_LINEAR(values, scales, weight, weight_scale, torch.bfloat16, True, BEYOND[powers_of_two])
     return found
 
 
 def linear(place: Any, x: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
     """As vLLM's op, by layerfuse's kernel where there are few tokens. Weights are as `is_layerfuses` takes them, `place` is vLLM's kernel."""
     ran[place][LINEAR._opname] += is_looked_at()
-    found: Tensor = LINEAR(x, weight, weight_scale, False, True, BEYOND[powers_of_two][1])
+    found: Tensor = LINEAR(x, weight, weight_scale, False, True, _BEYOND_INSIDE[powers_of_two])
     return found
 
 
@@ -131,7 +145,7 @@ def why_not() -> str | None:
         taken = tuple(inspect.signature(getattr(module, f"_{NAME}_impl")).parameters)
         if taken != ARGUMENTS:
             return f"{NAME} takes {', '.join(taken)}, and not {', '.join(ARGUMENTS)}"
-        for name in (f"_{NAME}_impl", "fp8_gemm_nt"):
+        for name in (f"_{NAME}_impl", "fp8_gemm_nt", "flashinfer_fp8_blockscale_gemm"):
             native_function(KERNELS, name)
         if module.envs.VLLM_BATCH_INVARIANT:
             return "VLLM_BATCH_INVARIANT multiplies by DeepGEMM at every size"
@@ -221,9 +235,15 @@ def _read(call: Call) -> FoundLinear | None:
     x = _unquantised(values)
     if not is_layerfuses(weight, weight_scale, x):
         return None
-    ways = quantised_way(values, scales, weight, weight_scale, BEYOND[rounds][0])
+    ways = quantised_way(values, scales, weight, weight_scale, BEYOND[rounds])
     if x is not None:
-        given = {"x": x, "weight": weight, "weight_scale": weight_scale, "steady": True, "beyond": BEYOND[rounds][1]}
+        given = {
+            "x": x,
+            "weight": weight,
+            "weight_scale": weight_scale,
+            "steady": True,
+            "beyond": _BEYOND_INSIDE[rounds],
+        }
         ways = {GROUP_QUANT_LINEAR.name: given}
     return FoundLinear(out=call.node, ways=ways, nodes=(call.node,))
 

@@ -28,7 +28,7 @@ DEEP_GEMM = f"{_KERNELS}.deep_gemm"
 
 
 def cutlass(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """CUTLASS's product, as vLLM calls it, of what `inside.multiply` takes, in bfloat16."""
+    """CUTLASS's product, as vLLM calls it, of what `inside.deep_gemm` takes, in bfloat16."""
     out = values.new_empty((len(values), len(weight)), dtype=torch.bfloat16)
     torch.ops._C.cutlass_scaled_mm(out, values, weight.t(), scales, weight_scale.t(), None)
     return out
@@ -43,7 +43,7 @@ def _by_deep_gemm(call: Call) -> FoundLinear | None:
     """vllm::fp8_gemm_nt_op(q_input, input_scale, weight, weight_scale, output, use_deep_gemm_e8m0)."""
     if type(call[5]) is not bool:
         return None
-    return _product(call, call[0], call[1], call[2], call[3], inside.BEYOND[call[5]][0], call.results.get(4))
+    return _product(call, call[0], call[1], call[2], call[3], inside.BEYOND_BY_DEEP_GEMM[call[5]], call.results.get(4))
 
 
 def _by_cutlass(call: Call) -> FoundLinear | None:

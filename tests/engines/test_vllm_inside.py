@@ -121,9 +121,10 @@ def test_a_named_fusion_takes_the_quantisation_out_and_layerfuse_multiplies_few_
             assert theirs == [("FlashInfer" if tokens < 32 else "DeepGEMM", *how) for _, *how in theirs]
             assert len(theirs) == FUSED + UNFUSED
             assert called["block_scaled_linear"] == FUSED and called["group_quant_linear"] == UNFUSED
-            own = ("FlashInfer", torch.bfloat16) if tokens < 32 else ("DeepGEMM", torch.float8_e4m3fn)
-            wanted = [own] * (UNFUSED if tokens > MOST else 0)
-            wanted += [("DeepGEMM", torch.float8_e4m3fn)] * (FUSED if tokens > MOST else 0)
+            inside_of, behind = [("FlashInfer", torch.bfloat16), ("FlashInfer", torch.float8_e4m3fn)] if tokens < 32 else [
+                ("DeepGEMM", torch.float8_e4m3fn)
+            ] * 2  # fmt: skip
+            wanted = [inside_of] * UNFUSED + [behind] * FUSED if tokens > MOST else []
             assert sorted((whose, str(dtype)) for whose, dtype, many in mine if many == tokens) == sorted(
                 (whose, str(dtype)) for whose, dtype in wanted
             )
@@ -265,6 +266,21 @@ def test_scales_that_lie_otherwise_leave_a_product_as_it_was() -> None:
     assert everywhere(BLOCKS, graph) == ()
     taken.put_back()
     assert [str(node.target) for node in graph.nodes] == before
+
+
+def test_few_tokens_of_a_weight_that_is_vllms_go_to_flashinfer_as_the_fusion_has_quantised_them(tmp_path: Path) -> None:
+    with (
+        mock.patch.object(inside, "LARGE_BLOCKS", 0),
+        as_installed(),
+        started("deepseek-v3", tmp_path, layerfuse={"fusions": "all"}, dtype="bfloat16", overrides=GROUP_FP8) as engine,
+    ):
+        engine()
+        for tokens, whose in ((6, "FlashInfer"), (31, "FlashInfer"), (32, "DeepGEMM")):
+            seen.clear()
+            fused, mine = engine(tokens), seen.copy()
+            assert mine.count((whose, torch.float8_e4m3fn, tokens)) >= FUSED - 1, "shared experts are not in the graph"
+            with as_vllm_has_them(engine.model):
+                assert close(fused, engine.uncompiled(tokens))
 
 
 @pytest.mark.parametrize(("columns", "layerfuses"), [(43 * 128, True), (44 * 128, False)])

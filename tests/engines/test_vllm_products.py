@@ -244,7 +244,7 @@ def targets(graph: Graph) -> list[str]:
 @pytest.mark.parametrize(
     ("function", "beyond"),
     [
-        (by_deep_gemm, "layerfuse_vllm::block_product_rounded"),
+        (by_deep_gemm, "layerfuse_vllm::block_product_deep_gemm_rounded"),
         (by_cutlass, "layerfuse_vllm::block_product_cutlass"),
     ],
 )
