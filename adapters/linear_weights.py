@@ -55,6 +55,16 @@ def _finegrained_fp8(linear: Any, _: Any) -> WeightSpec | None:
     return _scaled(_name(linear.weight.dtype), at(linear, "block_size"))
 
 
+def _float8_tensor(weight: Any, _: Any) -> WeightSpec | None:
+    """torchao/quantization/quantize_/workflows/float8/float8_tensor.py, `Float8Tensor` of 0.18: `block_size` is what shares a scale."""
+    dtype, (rows, columns) = _name(at(weight, "qdata.dtype")), at(weight, "block_size")
+    if columns != weight.shape[1]:
+        return _scaled(dtype, (rows, columns))
+    return (
+        weight_spec(dtype, "channel", None) if rows == 1 else _scaled(dtype, None) if rows == weight.shape[0] else None
+    )
+
+
 def _compressed_tensors(scheme: Any, linear: Any) -> WeightSpec | None:
     """compressed_tensors/quantization/quant_args.py, `QuantizationArgs` of `QuantizationScheme.weights`."""
     args = at(scheme, "weights")
@@ -162,6 +172,7 @@ def _atom_fp8_experts(method: Any, _: Any) -> WeightSpec | None:
 TABLE: dict[str, Reading] = {
     "transformers:FP8Linear": _finegrained_fp8,
     "compressed_tensors:QuantizationScheme": _compressed_tensors,
+    "torchao:Float8Tensor": _float8_tensor,
     "vllm:UnquantizedLinearMethod": _plain,
     "vllm:Fp8LinearMethod": _quant_key,
     "vllm:Fp8PerTensorOnlineLinearMethod": _quant_key,

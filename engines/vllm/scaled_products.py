@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...fusion.linear_ops import LARGE, SCALED_LINEAR
+from ...fusion.linear_ops import SCALED_LINEAR
 from ...fusion.match.calls import Call
-from ...fusion.match.linears import FoundLinear, Reader, is_parameter, turned
-from ...fusion.match.values import is_contiguous, same_shape, value
+from ...fusion.match.linears import FoundLinear, Reader, is_parameter, scaled_product, turned
+from ...fusion.match.values import value
 from ...fusion.rewrite.layouts import Made
 
 
@@ -40,40 +40,16 @@ for _dtype, _name in ((torch.bfloat16, "scaled_product_bfloat16"), (torch.float1
 def _read(call: Call) -> FoundLinear | None:
     """What layerfuse's kernel is given; None where it does not read all of it, or does not give what the call gives."""
     before = turned(call[2])  # vLLM turns the weight once, when it is loaded, or in the graph
-    parameters = [call[2] if before is None else before, *(each for each in (call[4], call[5]) if each is not None)]
-    out = call.results.get(0)
-    every = [value(call[place]) for place in (1, 2, 3, 4)]
-    if call.parts or out is None or not all(map(is_parameter, parameters)):
+    out, turned_weight = call.results.get(0), value(call[2])
+    if call.parts or out is None or not is_parameter(call[2] if before is None else before):
         return None
-    if not all(isinstance(each, Tensor) for each in every) or not every[0].dim() == every[1].dim() == 2:
+    if not isinstance(turned_weight, Tensor) or turned_weight.dim() != 2:
         return None
-    values, turned_weight, scales, weight_scale = every
-    (tokens, depth), columns, bias, result = values.shape, turned_weight.shape[1], value(call[5]), value(out)
-    fits = (
-        depth * columns < LARGE
-        and values.dtype == turned_weight.dtype == torch.float8_e4m3fn
-        and turned_weight.shape[0] == depth
-        and values.stride(1) == turned_weight.stride(0) == 1
-        and (_is_one(scales) or same_shape(scales.shape, (tokens, 1)))
-        and (_is_one(weight_scale) or tuple(weight_scale.shape) in ((columns,), (columns, 1), (1, columns)))
-        and scales.dtype == weight_scale.dtype == torch.float32
-        and is_contiguous(weight_scale)
-        and result.dtype in BEYOND
-        and same_shape(result.shape, (tokens, columns))
-        and (bias is None or (bias.dtype == result.dtype and tuple(bias.shape) == (columns,) and bias.stride(0) == 1))
-    )
-    if not fits:
-        return None
-    weight = Made(of=call[2], turned=True, val=turned_weight.permute(1, 0)) if before is None else before
-    given = {
-        "x": call[1], "x_scale": call[3], "weight": weight, "weight_scale": call[4], "bias": call[5], "out_dtype": result.dtype,
-        "steady": True, "beyond": BEYOND[result.dtype],
-    }  # fmt: skip
-    return FoundLinear(out=out, ways={SCALED_LINEAR.name: given}, nodes=(*call.nodes, *call.buffers))
-
-
-def _is_one(scales: Tensor) -> bool:
-    return all(type(size) is int and size == 1 for size in scales.shape)
+    held = turned_weight.permute(1, 0)
+    weight = Made(of=call[2], turned=True, val=held) if before is None else before
+    beyond = BEYOND.get(value(out).dtype, "")
+    ways = scaled_product(call[1], call[3], weight, held, call[4], call[5], out, steady=True, beyond=beyond)
+    return None if ways is None else FoundLinear(out=out, ways=ways, nodes=(*call.nodes, *call.buffers))
 
 
 READERS = (Reader(op="_C::cutlass_scaled_mm", gives=(SCALED_LINEAR.name,), read=_read),)

@@ -13,10 +13,11 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.fx import Node
 
-from ..linear_ops import FEW_TOKEN_LINEAR, WIDEST
+from ..linear_ops import FEW_TOKEN_LINEAR, LARGE, SCALED_LINEAR, WIDEST
+from ..ops.linear import SCALED_MM
 from .calls import Call, call_of, name_of_op
 from .index import GraphIndex
-from .values import value
+from .values import is_contiguous, same_shape, value
 
 aten = torch.ops.aten
 
@@ -77,6 +78,53 @@ def turned(node: Any) -> Any:
     return node.args[0] if dims in wanted.get(node.target, ()) else None
 
 
+def scaled_product(
+    x: Any, x_scale: Any, weight: Any, weight_val: Any, weight_scale: Any, bias: Any, out: Any, **others: Any
+) -> dict[str, dict[str, Any]] | None:
+    """As `FoundLinear.ways`, of fp8 activations and weights with scales of whole rows; None where the kernel does not read all of it.
+
+    Args:
+        x: the node of (tokens, depth).
+        x_scale: that of (tokens, 1), or one number.
+        weight: what is or becomes (columns, depth).
+        weight_val: the same as a traced tensor.
+        weight_scale: a parameter, one number for each column of the product, or one.
+        bias: a parameter, or None.
+        out: the node of the product.
+        others: arguments of the op.
+    """
+    every = [value(x), value(x_scale), weight_val, value(weight_scale)]
+    if not all(isinstance(each, Tensor) for each in every) or not every[0].dim() == every[2].dim() == 2:
+        return None
+    if not all(map(is_parameter, (weight_scale, bias)[: 1 if bias is None else 2])):
+        return None
+    values, scales, held, of_columns = every
+    (tokens, depth), columns, added, result = values.shape, held.shape[0], value(bias), value(out)
+    fits = (
+        depth * columns < LARGE
+        and values.dtype == held.dtype == torch.float8_e4m3fn
+        and held.shape[1] == depth
+        and values.stride(1) == held.stride(1) == 1
+        and (_is_one(scales) or same_shape(scales.shape, (tokens, 1)))
+        and (_is_one(of_columns) or tuple(of_columns.shape) in ((columns,), (columns, 1), (1, columns)))
+        and scales.dtype == of_columns.dtype == torch.float32
+        and is_contiguous(of_columns)
+        and result.dtype in (torch.bfloat16, torch.float16)
+        and same_shape(result.shape, (tokens, columns))
+        and (
+            bias is None or (added.dtype == result.dtype and tuple(added.shape) == (columns,) and added.stride(0) == 1)
+        )
+    )
+    given = {
+        "x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale, "bias": bias, "out_dtype": result.dtype, **others,
+    }  # fmt: skip
+    return {SCALED_LINEAR.name: given} if fits else None
+
+
+def _is_one(scales: Tensor) -> bool:
+    return all(type(size) is int and size == 1 for size in scales.shape)
+
+
 # ---- torch's
 
 
@@ -105,8 +153,24 @@ def _plain(call: Call, x: Any, turned_weight: Any, bias: Any) -> FoundLinear | N
     return FoundLinear(out=call.node, ways={FEW_TOKEN_LINEAR.name: given}, nodes=(call.node, turned_weight))
 
 
+def _scaled_mm(call: Call) -> FoundLinear | None:
+    """aten::_scaled_mm(self, mat2, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum), as torchao calls it."""
+    x, turned_weight, x_scale, weight_scale, bias, of_result, _, fast = (call[place] for place in range(8))
+    weight = turned(turned_weight)
+    before = turned(weight_scale)  # torchao turns its tensor, and with it both
+    scales = weight_scale if before is None else before
+    if of_result is not None or not is_parameter(weight):
+        return None
+    beyond = SCALED_MM.get((value(call.node).dtype, fast), "")
+    ways = scaled_product(x, x_scale, weight, value(weight), scales, bias, call.node, steady=False, beyond=beyond)
+    return (
+        None if ways is None else FoundLinear(out=call.node, ways=ways, nodes=(call.node, turned_weight, weight_scale))
+    )
+
+
 READERS = [
-    Reader(op=op, gives=(FEW_TOKEN_LINEAR.name,), read=read_it)
-    for op, read_it in (("aten::mm", _mm), ("aten::addmm", _addmm))
+    Reader(op="aten::_scaled_mm", gives=(SCALED_LINEAR.name,), read=_scaled_mm),
+    Reader(op="aten::mm", gives=(FEW_TOKEN_LINEAR.name,), read=_mm),
+    Reader(op="aten::addmm", gives=(FEW_TOKEN_LINEAR.name,), read=_addmm),
 ]
 """Of the products that torch has; an engine whose models `fusion.compile` compiles adds its own."""

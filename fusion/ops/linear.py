@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -96,3 +97,33 @@ def op_of(name: str) -> Callable[..., Tensor]:
     """
     found: Callable[..., Tensor] = lookup_op(name)
     return found
+
+
+# ---- torch's own products of more tokens
+
+
+def _scaled_mm(
+    dtype: torch.dtype,
+    fast: bool,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    of_columns = weight_scale if weight_scale.numel() == 1 else weight_scale.view(1, -1)
+    return torch._scaled_mm(x, weight.t(), x_scale, of_columns, bias, out_dtype=dtype, use_fast_accum=fast)
+
+
+_LIBRARY = torch.library.Library("layerfuse_torch", "FRAGMENT")
+
+
+def _scaled(dtype: torch.dtype, fast: bool) -> str:
+    name = f"scaled_mm_{str(dtype).removeprefix('torch.')}{'_fast' if fast else ''}"
+    _LIBRARY.define(f"{name}(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
+    _LIBRARY.impl(name, functools.partial(_scaled_mm, dtype, fast), "CompositeExplicitAutograd")
+    return f"layerfuse_torch::{name}"
+
+
+SCALED_MM = {key: _scaled(*key) for key in itertools.product((torch.bfloat16, torch.float16), (False, True))}
+"""Dtype of the product, and whether its sums are quick ones -> the op that takes more tokens by torch._scaled_mm."""

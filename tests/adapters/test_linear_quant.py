@@ -19,6 +19,8 @@ from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
 from layerfuse.adapters.linear_quant import TABLE, Asks
 from layerfuse.adapters.linear_quant_readings import grouped
+from layerfuse.adapters.linear_specs import weight_spec
+from layerfuse.adapters.linear_weights import weight_of
 from layerfuse.fusion import FusionConfig, Target, plan
 
 # ---- transformers, the real thing
@@ -152,6 +154,15 @@ ROW = granularity("PerRow", dim=-1)
 )
 def test_torchao_float8_tensor(kwargs: dict[str, Any] | None, expected: Any) -> None:
     check(with_weight("Float8Tensor", act_quant_kwargs=None if kwargs is None else float8(**kwargs)), expected)
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [([1, 8], ("channel", None)), ([8, 8], ("tensor", None)), ([4, 4], ("block", (4, 4))), ([2, 8], None)],
+)
+def test_how_a_torchao_float8_tensor_is_scaled(block: list[int], expected: Any) -> None:
+    linear = with_weight("Float8Tensor", qdata=torch.empty(8, 8, dtype=torch.float8_e4m3fn), block_size=block)
+    assert weight_of(linear) == (None if expected is None else weight_spec("float8_e4m3fn", *expected))
 
 
 def test_a_plan_says_how_torchaos_linears_quantise_that_no_fusion_can_serve() -> None:

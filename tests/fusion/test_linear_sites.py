@@ -234,6 +234,63 @@ def test_products_in_a_graph_are_those_of_the_plan() -> None:
         assert record.others == ((PLAIN,) if name == PLAIN else ())
 
 
+class Scaled(nn.Module):
+    """As torchao multiplies: torch's own product, of values and a weight with scales of whole rows."""
+
+    def __init__(self, dtype: torch.dtype, fast: bool, channels: bool, bias: bool) -> None:
+        super().__init__()
+        self.dtype, self.fast = dtype, fast
+        self.weight = nn.Parameter(torch.randn(64, 128).to(torch.float8_e4m3fn), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(64 if channels else 1, 1) + 0.1, requires_grad=False)
+        self.bias = nn.Parameter(torch.randn(64, dtype=dtype), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
+        """x (tokens, 128), x_scale (tokens, 1) or (1, 1)."""
+        scales = x_scale, self.scale.t()
+        return torch._scaled_mm(x, self.weight.t(), *scales, self.bias, out_dtype=self.dtype, use_fast_accum=self.fast)
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize(
+    ("dtype", "fast", "channels", "bias", "taken"),
+    [
+        (torch.bfloat16, True, True, True, True),
+        (torch.float16, False, True, False, True),
+        (torch.bfloat16, False, False, True, True),
+        (torch.float32, False, True, False, False),
+    ],
+)
+def test_torchs_own_product_of_scaled_rows(
+    dtype: torch.dtype, fast: bool, channels: bool, bias: bool, taken: bool, tokens: int
+) -> None:
+    held = weight_spec("float8_e4m3fn", "channel" if channels else "tensor", None)
+    quant = ActivationQuant() if channels else ActivationQuant.parse("static")
+    linear = linear_spec("linear", ("linear",), (128, 128, 64, 64, (64,), "replicated"), held, quant, False)
+    mlp = MLPSpec(
+        hidden_size=64, layer_index=0, parallel=WHOLE, intermediate_size=128, local_intermediate_size=128,
+        feeds=(linear,), activation="relu",
+    )  # fmt: skip
+    model = nn.Module()
+    model.linear = Scaled(dtype, fast, channels, bias)
+    model.forward = model.linear.forward  # type: ignore[method-assign]
+    config, ran = FusionConfig.parse(f"+{ROWS}"), []
+    made = plan([("", mlp)], Target.named("cpu"), config, Engine(name="transformers", linears={}, linears_apart=True))
+    pipeline = Pipeline(made, around=module_index_of(model))
+
+    def lower(graph: Any, *_: Any, **__: Any) -> Any:
+        ran.append({node.target._schema.name for node in graph.graph.nodes if hasattr(node.target, "_schema")})
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model.linear, backend=inductor_with(pipeline, model, lower=lower), dynamic=True)
+    x = torch.randn(tokens, 128).to(torch.float8_e4m3fn)
+    x_scale = torch.rand(tokens if channels else 1, 1) + 0.1
+    with torch.no_grad():
+        got, wanted = compiled(x, x_scale), model.linear(x, x_scale)
+    torch.testing.assert_close(got, wanted, rtol=1.6e-2, atol=2e-2)
+    assert ("layerfuse::scaled_linear" in ran[0], "aten::_scaled_mm" in ran[0]) == (taken, not taken)
+
+
 @pytest.mark.parametrize(
     ("arch", "fusions", "on"),
     [

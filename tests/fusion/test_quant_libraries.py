@@ -15,7 +15,9 @@ from torch import nn
 
 from layerfuse import fusion, registry
 from layerfuse.adapters import describe_linear_quant
+from layerfuse.engines.transformers import engine_of
 from layerfuse.fusion import FusionConfig
+from layerfuse.fusion.catalog.few_token_linear import ROWS
 from layerfuse.testing import small_model
 
 transformers = pytest.importorskip("transformers")
@@ -74,6 +76,12 @@ def test_torchao_per_row() -> None:
     assert fused.report.of("rms_norm_per_token_quant").matched == (first,)
     latents = tuple(f"model.layers.{i}.self_attn:latents" for i in range(2))
     assert fused.report.of("mla_dual_rms_norm_per_token_quant").matched == latents, str(fused.report)
+    # Its products are torch's own: by name, and all but those of absorbed projections are sites.
+    config = FusionConfig(level=2, switches={ROWS: True}, strict=True)
+    fused = fusion.compile(model, engine=engine_of(model), target=CPU_FP8, config=config)
+    assert_answers_alike(model, fused)
+    assert fused.report.of(ROWS).last_call == len(linears(model)) - 2, str(fused.report)
+    assert {record.others for record in fused.report.records} == {("scaled_linear",) * 2}
 
 
 @pytest.mark.usefixtures("_op_by_op")
