@@ -18,7 +18,6 @@ WRONG_QUESTIONS = frozenset(
         "BenchError",
         "FusionConfigError",
         "NoConfigError",
-        "NoGPUHereError",
         "PromptsError",
         "UnknownEngineError",
         "UnknownModelError",

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TARGET = "gfx950"
 """Of plans that nobody gave a target for, unless they are for vLLM or SGLang."""
-SGLANG_TARGET = "sm90"
-"""Of those for SGLang where torch can use no GPU: H100s and H200s run most of it."""
+ENGINE_TARGET = "sm90"
+"""Of those where torch can use no GPU: H100s and H200s run most of both."""
 
 LARGEST_TP_LISTED = 64
 _SHOWN = ("fusions", "rows", "paths", "read")
@@ -57,50 +57,21 @@ class TooManyRanksError(LayerfuseError, ValueError):
         )
 
 
-class NoGPUHereError(LayerfuseError, LookupError):
-    """A plan for an engine is made for the GPU of this machine, and torch can use none."""
+def target_for(engine: str | None) -> tuple[str, str | None]:
+    """The target of a plan that nobody gave one for, and a sentence on it where it may not be the one that is meant.
 
-    def __init__(self, engine: str) -> None:
-        self.engine = engine
-        super().__init__(engine)
-
-    def __str__(self) -> str:
-        return (
-            f"--engine {self.engine}: expected --target, or a GPU in this machine, and torch can use none. What {self.engine} fuses "
-            "itself, and what was measured faster there, differs by GPU: say which one, as --target h200 or --target mi355x."
-        )
-
-
-def target_here(engine: str) -> str:
-    """The target of this machine's GPU. Imports torch.
-
-    Raises:
-        NoGPUHereError: torch is not installed, or can use no GPU.
+    For an engine it is this machine's GPU, as what an engine fuses itself, and what was measured faster there, differs by GPU. That imports torch.
     """
+    if engine not in ("vllm", "sglang"):
+        return DEFAULT_TARGET, None
     try:
         found = Target.detect()
     except (ImportError, OSError):  # a broken wheel raises OSError too
         found = Target.named("cpu")
-    if found.vendor == "cpu":
-        raise NoGPUHereError(engine)
-    return found.name
-
-
-def target_for(engine: str | None) -> tuple[str, str | None]:
-    """The target of a plan that nobody gave one for, and a sentence on it where it may not be the one that is meant.
-
-    Raises:
-        NoGPUHereError: vLLM fuses other chains itself on other GPUs, and torch can use none here.
-    """
-    if engine == "vllm":
-        return target_here(engine), None
-    if engine != "sglang":
-        return DEFAULT_TARGET, None
-    try:
-        return target_here(engine), None
-    except NoGPUHereError:
-        said = f"Planned for {SGLANG_TARGET} (H100, H200), as no --target was given and torch can use no GPU here; --target names another."
-        return SGLANG_TARGET, said
+    if found.vendor != "cpu":
+        return found.name, None
+    said = f"Planned for {ENGINE_TARGET} (H100, H200), as no --target was given and torch can use no GPU here; --target names another."
+    return ENGINE_TARGET, said
 
 
 def sharded(

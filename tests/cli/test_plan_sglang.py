@@ -122,16 +122,3 @@ def test_an_installed_sglang_is_read_and_not_imported(version, runner, state, de
     (found,) = doctor.inside_sglang()
     assert found.state == ("broken" if state == "broken" else "absent")
     assert "sglang" not in sys.modules
-
-
-def test_without_a_target_it_is_the_gpu_here_or_what_sglang_mostly_runs_on(run, monkeypatch):
-    def planned(found):
-        monkeypatch.setattr(Target, "detect", classmethod(lambda _: found))
-        data = json.loads(run("plan", "deepseek-v3", "--engine", "sglang", "--json").out)
-        return data["target"]["arch"], [note for note in data["notes"] if note.startswith("Planned for")]
-
-    assert planned(Target.named("sm100")) == ("sm100", [])
-    said = (
-        "Planned for sm90 (H100, H200), as no --target was given and torch can use no GPU here; --target names another."
-    )
-    assert planned(Target.named("cpu")) == ("sm90", [said])

@@ -298,14 +298,22 @@ def test_what_a_fused_all_reduce_depends_on_is_said(run):
     assert "fused_add_rms_norm" in amd["final", ADD][1]
 
 
-def test_without_a_target_a_plan_for_vllm_is_made_for_the_gpu_that_is_there(run, monkeypatch):
-    refused = run("plan", "kimi-k2.5", "--engine", "vllm")
-    assert refused.code == 2 and "--engine vllm: expected --target, or a GPU in this machine" in refused.err
-    assert "--target h200" in refused.err
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_without_a_target_a_plan_for_an_engine_is_made_for_the_gpu_that_is_there_or_for_hopper(
+    engine, run, monkeypatch
+):
+    def planned(*more):
+        data = json.loads(run("plan", "kimi-k2.5", *more, "--json").out)
+        return data["target"]["arch"], [note for note in data["notes"] if note.startswith("Planned for")]
+
+    said = (
+        "Planned for sm90 (H100, H200), as no --target was given and torch can use no GPU here; --target names another."
+    )
+    assert planned("--engine", engine) == ("sm90", [said])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert json.loads(run("plan", "kimi-k2.5", "--engine", "vllm", "--json").out)["target"]["arch"] == "sm90"
-    assert json.loads(run("plan", "kimi-k2.5", "--json").out)["target"]["arch"] == "gfx950"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert planned("--engine", engine) == ("sm100", [])
+    assert planned() == ("gfx950", [])
 
 
 def test_in_an_engine_without_a_plugin_every_decision_says_so(run, monkeypatch):
