@@ -11,6 +11,7 @@ from attrs import field, frozen
 
 from ..adapters.errors import shown
 from ..adapters.spec_fields import LARGEST, as_float
+from .hf_keys import Keys
 
 Family = Literal["mla", "gated_delta_net", "gqa"]
 
@@ -24,22 +25,24 @@ FAMILIES: Mapping[str, str] = {
 TEXT_PARTS = ("text_config", "language_config", "llm_config")
 """Where composite (multimodal) configs keep their language model."""
 
+OF_HYBRIDS = (
+    "mamba_d_state",
+    "mamba_d_ssm",
+    "mamba_num_heads",
+    "ssm_state_size",
+    "ssm_cfg",
+    "state_size",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "block_types",
+    "attn_layer_period",
+    "conv_L_cache",
+)
+"""Keys of layers that are no attention."""
+
 _NOT_DESCRIBED: Mapping[str, str] = {
     **dict.fromkeys(
-        (
-            "mamba_d_state",
-            "mamba_d_ssm",
-            "mamba_num_heads",
-            "ssm_state_size",
-            "ssm_cfg",
-            "state_size",
-            "hybrid_override_pattern",
-            "layers_block_type",
-            "block_types",
-            "attn_layer_period",
-            "conv_L_cache",
-        ),
-        "layers that are no attention (state-space, convolution), which are not read of this model type",
+        OF_HYBRIDS, "layers that are no attention (state-space, convolution), which are not read of this model type"
     ),
     **dict.fromkeys(
         (
@@ -104,6 +107,10 @@ class HFConfig:
             most = f" of at most {LARGEST}" if type(value) is int and value > 0 else ""
             self.problems.append(f"{key}: expected a whole number{most}, got {shown(value)}")
         return 1
+
+    def counts(self, keys: Keys) -> dict[str, Any]:
+        """The sizes of a kind of layer by its fields, each as `count`."""
+        return {field: self.count(names[0]) for field, names in keys.items()}
 
     def number(self, key: str) -> float:
         """A positive number; else as `count`."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from attrs import frozen
+from attrs import field, frozen
 
 from ..adapters.errors import shown
 from .catalog import MOST_LAYERS
-from .hf_config import HFConfig
+from .hf_config import OF_HYBRIDS, HFConfig
+from .hf_keys import MAMBA2_KEYS, NEMOTRON_H_MAMBA2_KEYS, Keys
 from .hf_layers import at_of, gqa_of, is_rest
 from .kind_words import StreamNorms
 from .kinds import LayerKind
@@ -21,7 +22,6 @@ from .mixer_kinds import Mamba2Kind, MLPBlockKind, OtherKind
 Words = Callable[[HFConfig, int], list[str]]
 """The kind of each of so many layers: ssm, full, sliding, mlp or moe."""
 
-_D_KEYS = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 _KINDS: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "linear_attention", "recurrent", "conv", "M"), "ssm"),
     **dict.fromkeys(("attention", "full_attention", "*"), "full"),
@@ -87,8 +87,8 @@ class Hybrid:
     """One model type."""
 
     words: Words
-    mamba2: tuple[str, ...] = ()
-    "The keys of Mamba-2's heads, head width, state, groups and taps; none of another mixer."
+    mamba2: Keys = field(factory=dict)
+    "Those of Mamba-2's sizes; none of another mixer."
     mixer: str = ""
     "What that is."
     epsilon: str = "rms_norm_eps"
@@ -107,33 +107,25 @@ class Hybrid:
     "What the norms add to their weight."
 
 
-_READ = (
-    "mamba_d_state",
-    "mamba_d_ssm",
-    "mamba_num_heads",
-    "ssm_state_size",
-    "state_size",
-    "layers_block_type",
-    "block_types",
-    "hybrid_override_pattern",
-    "attn_layer_period",
-    "conv_L_cache",
-)
-
 HYBRIDS: Mapping[str, Hybrid] = {
-    "bamba": Hybrid(words=_bamba, mamba2=_D_KEYS),
-    "granitemoehybrid": Hybrid(words=_listed("layer_types", "layers_block_type"), mamba2=_D_KEYS, as_given=False),
-    "falcon_h1": Hybrid(words=lambda _, total: ["full"] * total, mamba2=_D_KEYS, beside=True, as_given=False),
+    "bamba": Hybrid(words=_bamba, mamba2=MAMBA2_KEYS),
+    "granitemoehybrid": Hybrid(words=_listed("layer_types", "layers_block_type"), mamba2=MAMBA2_KEYS, as_given=False),
+    "falcon_h1": Hybrid(words=lambda _, total: ["full"] * total, mamba2=MAMBA2_KEYS, beside=True, as_given=False),
     "nemotron_h": Hybrid(
         words=_listed("layers_block_type", "hybrid_override_pattern"),
-        mamba2=("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
+        mamba2=NEMOTRON_H_MAMBA2_KEYS,
         head_dim=True,
         epsilon="layer_norm_epsilon",
         one_block=True,
     ),
     "mamba2": Hybrid(
         words=_all_ssm,
-        mamba2=("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"),
+        mamba2={
+            **NEMOTRON_H_MAMBA2_KEYS,
+            "num_heads": ("num_heads",),
+            "head_dim": ("head_dim",),
+            "ssm_state_size": ("state_size",),
+        },
         epsilon="layer_norm_epsilon",
         one_block=True,
     ),
@@ -149,7 +141,7 @@ HYBRIDS: Mapping[str, Hybrid] = {
 }
 """By `model_type`, as transformers 5.24 builds them."""
 
-READ_HERE = frozenset(_READ)
+READ_HERE = frozenset(OF_HYBRIDS) - {"ssm_cfg"}
 """Keys that are refused of all other model types."""
 
 
@@ -187,11 +179,12 @@ def hybrid_layers(config: HFConfig, total: int, hybrid: Hybrid) -> dict[str, Lay
 def _ssm(config: HFConfig, hybrid: Hybrid, at: Any, norms: StreamNorms) -> LayerKind:
     if not hybrid.mamba2:
         return OtherKind(family="other", mixer=hybrid.mixer, at=at, stream_norms=norms)
-    heads, width, state, groups, taps = map(config.count, hybrid.mamba2)
+    sizes = config.counts(hybrid.mamba2)
+    heads, width = sizes["num_heads"], sizes["head_dim"]
     inner = _inner(config, hybrid)
     if inner is not None and inner != heads * width:
         config.problems.append(
-            f"{hybrid.mamba2[0]} {heads} of {width} are {heads * width} wide, and the mixer is {inner} wide"
+            f"{hybrid.mamba2['num_heads'][0]} {heads} of {width} are {heads * width} wide, and the mixer is {inner} wide"
         )
     order: Literal["gate_before_norm", "norm_before_gate", "none"] = "gate_before_norm"
     if config.values.get("mamba_rms_norm") is False:
@@ -199,16 +192,7 @@ def _ssm(config: HFConfig, hybrid: Hybrid, at: Any, norms: StreamNorms) -> Layer
     elif config.values.get("mamba_norm_before_gate") is True:
         order = "norm_before_gate"
     return Mamba2Kind(
-        family="mamba2",
-        num_heads=heads,
-        head_dim=width,
-        ssm_state_size=state,
-        num_groups=groups,
-        conv_kernel_size=taps,
-        output_norm=order,
-        at=at,
-        beside_attention=hybrid.beside,
-        stream_norms=norms,
+        family="mamba2", output_norm=order, at=at, beside_attention=hybrid.beside, stream_norms=norms, **sizes
     )
 
 
@@ -216,7 +200,7 @@ def _inner(config: HFConfig, hybrid: Hybrid) -> int | None:
     """The width of the mixer, where the config says it apart from its heads."""
     if config.has("mamba_d_ssm"):
         return config.count("mamba_d_ssm")
-    key = "expand" if hybrid.mamba2[0] == "num_heads" else "mamba_expand"
+    key = "expand" if hybrid.mamba2["num_heads"][0] == "num_heads" else "mamba_expand"
     return (
         config.count(key) * config.count("hidden_size") if config.has(key) and type(config.values[key]) is int else None
     )

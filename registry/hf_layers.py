@@ -14,6 +14,7 @@ from ..adapters.spec_fields import as_float
 from .catalog import MOST_LAYERS
 from .hf_config import HFConfig
 from .hf_heads import SINKS, heads_of
+from .hf_keys import GDN_KEYS, KDA_KEYS, MLA_KEYS
 from .kind_words import At, Every, GateWords, Rope, RopeWords, StreamNorms, Yarn
 from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
 from .layer_pattern import layer_words
@@ -68,18 +69,13 @@ def _mla(config: HFConfig, at: At, rope: Rope) -> MLAKind:
     if "q_lora_rank" not in config.values:
         config.problems.append("q_lora_rank is missing; null would say that queries are projected directly")
     q_lora_rank = config.count("q_lora_rank") if config.has("q_lora_rank") else None
-    yarn = _yarn(config)
     kind = MLAKind(
         family="mla",
-        num_heads=config.count("num_attention_heads"),
         q_lora_rank="none" if q_lora_rank is None else q_lora_rank,
-        kv_lora_rank=config.count("kv_lora_rank"),
-        qk_nope_head_dim=config.count("qk_nope_head_dim"),
-        qk_rope_head_dim=config.count("qk_rope_head_dim"),
-        v_head_dim=config.count("v_head_dim"),
-        at=at,
-        yarn=yarn,
+        yarn=_yarn(config),
+        **config.counts({field: keys for field, keys in MLA_KEYS.items() if field != "q_lora_rank"}),
         rope=_rope(config, rope),
+        at=at,
     )
     width = config.values.get("qk_head_dim")
     if width is not None and width != kind.qk_nope_head_dim + kind.qk_rope_head_dim:
@@ -170,33 +166,20 @@ def _delta_net(config: HFConfig, at: At, gate: GateWords | None) -> tuple[str, G
             )
     if activation is not None:
         gate = GateWords(activation=activation, norm_before_gate=gate.norm_before_gate, group_size=gate.group_size)
-    if not is_kimi:
-        return "gdn", GatedDeltaNetKind(
-            family="gated_delta_net",
-            num_k_heads=config.count("linear_num_key_heads"),
-            num_v_heads=config.count("linear_num_value_heads"),
-            head_k_dim=config.count("linear_key_head_dim"),
-            head_v_dim=config.count("linear_value_head_dim"),
-            conv_kernel_size=config.count("linear_conv_kernel_dim"),
-            output_norm=gate,
-            at=at,
-        )
-    nested = isinstance(kimi, Mapping) and "num_heads" in kimi
-    part = HFConfig(kimi, config.problems) if nested and isinstance(kimi, Mapping) else config
-    names = ("num_heads", "head_dim", "short_conv_kernel_size")
-    if not nested:
-        names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
-    heads, width, taps = map(part.count, names)
-    return "kda", GatedDeltaNetKind(
-        family="gated_delta_net",
-        num_k_heads=heads,
-        num_v_heads=heads,
-        head_k_dim=width,
-        head_v_dim=width,
-        conv_kernel_size=taps,
-        output_norm=gate,
-        at=at,
-    )
+    sizes = _kda_sizes(config, kimi) if is_kimi else config.counts(GDN_KEYS)
+    kind = GatedDeltaNetKind(family="gated_delta_net", output_norm=gate, at=at, **sizes)
+    return "kda" if is_kimi else "gdn", kind
+
+
+def _kda_sizes(config: HFConfig, kimi: Any) -> dict[str, int]:
+    """Kimi's keys and values have the same heads."""
+    if isinstance(kimi, Mapping) and "num_heads" in kimi:
+        part = HFConfig(kimi, config.problems)
+        heads, width, taps = map(part.count, ("num_heads", "head_dim", "short_conv_kernel_size"))
+    else:
+        heads, width, taps = config.counts(KDA_KEYS).values()
+    said = {"num_k_heads": heads, "num_v_heads": heads, "head_k_dim": width, "head_v_dim": width}
+    return {**said, "conv_kernel_size": taps}
 
 
 def gqa_of(

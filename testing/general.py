@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from .recipes import EXTRAS, GDN_KEYS, GQA_KEYS, KDA_KEYS, MLA_KEYS, Extra, Recipe
+from ..registry.hf_keys import GDN_KEYS, GQA_KEYS, KDA_KEYS, MLA_KEYS, Keys
+from .recipes import EXTRAS, Extra, Recipe
 
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
@@ -76,11 +77,7 @@ def general_recipe(model_type: str, *, headless: bool = False) -> Recipe | None:
     # Some classes ask for a head_dim (Qwen3-MoE) that their configs take and have no default for.
     known |= dict.fromkeys((*config_class.attribute_map, "head_dim"))
     linear = GDN_KEYS if "linear_num_value_heads" in known else KDA_KEYS
-    families: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-        "mla": MLA_KEYS,
-        "gqa": GQA_KEYS,
-        "gated_delta_net": linear,
-    }
+    families: Mapping[str, Keys] = {"mla": MLA_KEYS, "gqa": GQA_KEYS, "gated_delta_net": linear}
     extras = {key: extra for key, extra in EXTRAS.items() if key in known}
     if "indexed_attention" in (known.get("layer_types") or ()):  # layers with an indexer, which no spec speaks of
         del extras["layer_types"]

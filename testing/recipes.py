@@ -13,56 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from ..registry.hf_keys import GQA_KEYS, MAMBA2_KEYS, MLA_KEYS, NEMOTRON_H_MAMBA2_KEYS, Keys
 from ..registry.kind_words import RopeWords
 from ..registry.kinds import SHARED_EXPERTS
 
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
-
-MLA_KEYS = {
-    "num_heads": ("num_attention_heads", "num_key_value_heads"),
-    "q_lora_rank": ("q_lora_rank",),
-    "kv_lora_rank": ("kv_lora_rank",),
-    "qk_nope_head_dim": ("qk_nope_head_dim",),
-    "qk_rope_head_dim": ("qk_rope_head_dim",),
-    "v_head_dim": ("v_head_dim",),
-}
-GQA_KEYS = {
-    "num_heads": ("num_attention_heads",),
-    "num_kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-}
-GDN_KEYS = {
-    "num_k_heads": ("linear_num_key_heads",),
-    "num_v_heads": ("linear_num_value_heads",),
-    "head_k_dim": ("linear_key_head_dim",),
-    "head_v_dim": ("linear_value_head_dim",),
-    "conv_kernel_size": ("linear_conv_kernel_dim",),
-}
-KDA_KEYS = {
-    "num_k_heads": ("linear_num_heads",),
-    "head_k_dim": ("linear_head_dim",),
-    "conv_kernel_size": ("linear_conv_kernel_dim",),
-}
-
-MAMBA2_KEYS = {
-    "num_heads": ("mamba_n_heads",),
-    "head_dim": ("mamba_d_head",),
-    "ssm_state_size": ("mamba_d_state",),
-    "num_groups": ("mamba_n_groups",),
-    "conv_kernel_size": ("mamba_d_conv",),
-}
-NEMOTRON_H_KEYS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "gqa": GQA_KEYS,
-    "mamba2": {
-        "num_heads": ("mamba_num_heads",),
-        "head_dim": ("mamba_head_dim",),
-        "ssm_state_size": ("ssm_state_size",),
-        "num_groups": ("n_groups",),
-        "conv_kernel_size": ("conv_kernel",),
-    },
-    "mlp": {"intermediate_size": ("intermediate_size",), "activation": ("mlp_hidden_act",)},
-}
 
 _VOCABULARY = {"vocab_size": 128, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 _DENSE = {"intermediate_size": 64}
@@ -175,7 +131,7 @@ class Recipe:
     "The config class of the text model."
     model: str
     "The model class."
-    keys: Mapping[str, Mapping[str, tuple[str, ...]]]
+    keys: Mapping[str, Keys]
     "Family -> declared field -> the config keys it goes to."
     dense: str | None = "intermediate_size"
     "The config key of a dense layer's MLP; None where every layer is a mixture."
@@ -267,7 +223,11 @@ RECIPES: Mapping[str, Recipe] = {
     "nemotron_h": Recipe(
         config="NemotronHConfig",
         model="NemotronHForCausalLM",
-        keys=NEMOTRON_H_KEYS,
+        keys={
+            "gqa": GQA_KEYS,
+            "mamba2": NEMOTRON_H_MAMBA2_KEYS,
+            "mlp": {"intermediate_size": ("intermediate_size",), "activation": ("mlp_hidden_act",)},
+        },
         small=_VOCABULARY,
         extra=(_blocks,),
     ),
