@@ -11,7 +11,7 @@ from torch import nn
 from ..adapters.errors import LayerfuseError
 from ..adapters.specs import AnySpec
 from ..fusion.rewrite.attribution import join
-from ..fusion.sites import Site, linear_sites, mixtures_of
+from ..fusion.sites import Site, linear_sites, stack_of
 from ..fusion.target import Target
 from .compiled_module import say_unfound, unfound_lines
 from .process import of_each_class, once
@@ -62,7 +62,7 @@ def say_unknown(unknown: Mapping[str, str]) -> None:
 def linears_left(specs: Sequence[tuple[str, AnySpec]], why_left: Callable[[str, Site], str | None]) -> dict[str, str]:
     """Path of a linear of a loaded model -> why its product stays the engine's with few tokens too, as a sentence, as `why_left` has it."""
     found = {}
-    for site in linear_sites(specs, {}, mixtures_of(specs), True):
+    for site in linear_sites(specs, {}, stack_of(specs), True):
         path = "" if site.linear is None else join(site.layer, site.linear.path)
         why = why_left(path, site)
         if why is not None:

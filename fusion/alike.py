@@ -7,7 +7,6 @@ rewriting act on it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -27,15 +26,11 @@ class Alike:
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._met: dict[int, tuple[Any, Any]] = {}
         "By identity, as most are met again, and with the object, so that no other may come to have its identity."
+        self._read: dict[type, attrgetter[tuple[Any, ...]]] = {}
 
     def number(self, of: Any) -> int:
         """The number of a site, a spec or another frozen class of attrs."""
-        met = self._met.get(id(of))
-        if met is None:
-            cls: Any = type(of)
-            key = self._of_each(_reading(cls, self._without)(of))
-            met = self._met[id(of)] = of, self._numbers.setdefault(key, len(self._numbers))
-        number: int = met[1]
+        number: int = self._within(of)
         return number
 
     @property
@@ -43,31 +38,28 @@ class Alike:
         """What each number stands for: a class and the values of its fields, numbers in the place of what has fields of its own."""
         return tuple(self._numbers)
 
-    def _of_each(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        # Most are plain, or were met: a call for each would be most of a plan's time.
+    def _within(self, value: Any) -> Any:
         met = self._met
-        return tuple(
+        known = met.get(id(value))
+        if known is not None:
+            return known[1]
+        cls = type(value)
+        several = value if cls is tuple else (self._read.get(cls) or self._reading(cls))(value)
+        # Most are plain, or were met: a call for each would be most of a plan's time.
+        made: Any = tuple(
             [
-                each
-                if type(each) in _PLAIN
-                else known[1]
-                if (known := met.get(id(each))) is not None
-                else self._within(each)
-                for each in values
+                each if type(each) in _PLAIN else known[1] if (known := met.get(id(each))) else self._within(each)
+                for each in several
             ]
         )
-
-    def _within(self, value: Any) -> Any:
-        if type(value) is not tuple:
-            return self.number(value)
-        made = self._of_each(value)
-        self._met[id(value)] = value, made
+        if cls is not tuple:
+            made = self._numbers.setdefault(made, len(self._numbers))
+        met[id(value)] = value, made
         return made
+
+    def _reading(self, cls: Any) -> attrgetter[tuple[Any, ...]]:
+        names = (field.name for field in attrs.fields(cls) if field.name not in self._without)
+        return self._read.setdefault(cls, attrgetter("__class__", *names))
 
 
 _PLAIN = frozenset({str, int, float, bool, NoneType, type})
-
-
-@cache
-def _reading(cls: Any, without: tuple[str, ...]) -> attrgetter[tuple[Any, ...]]:
-    return attrgetter("__class__", *[field.name for field in attrs.fields(cls) if field.name not in without])

@@ -20,6 +20,7 @@ from .formats import FORMATS, Format
 from .limits import TokenLimit
 from .sites import ROLES, Site
 from .steps import (
+    SOURCES,
     STAGES,
     Add,
     AllReduce,
@@ -188,27 +189,33 @@ class Fusion:
             found.append(Form(chain=chain, op=form, in_graphs=kept.in_graphs))
         return tuple(found)
 
-    @property
+    @cached_property
+    def from_the_middle(self) -> tuple[int, ...]:
+        """The places of its steps, of the sources the last one first: without an add there is nothing to reduce for."""
+        sources = sum(step.stage == SOURCES for step in self.chain)
+        return (*reversed(range(sources)), *range(sources, len(self.chain)))
+
+    @cached_property
     def norms(self) -> tuple[Step, ...]:
         """The norms of the chain, in the order of the site's."""
         return tuple(step for step in self.chain if step.is_norm)
 
-    @property
+    @cached_property
     def takes_any_number(self) -> bool:
         """Whether a graph for any number of tokens may hold its op, which does the chain in pieces beyond its range."""
         return any(step.takes_any_number for step in self.chain)
 
-    @property
+    @cached_property
     def goes_with(self) -> str | None:
         """As `Step.goes_with`, of whichever of its steps says it."""
         return next((step.goes_with for step in self.chain if step.goes_with is not None), None)
 
-    @property
+    @cached_property
     def across_ranks(self) -> bool:
         """Whether the ranks of a process group call its op together."""
         return any(step.across_ranks for step in self.chain)
 
-    @property
+    @cached_property
     def format(self) -> Format | None:
         """What the chain quantises to."""
         return format_of(self.chain)

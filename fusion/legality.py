@@ -5,13 +5,11 @@ Switches, engines and other fusions are not looked at: that is `plan`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ..adapters.activation_quant import ActivationQuant
 from ..adapters.errors import FOREIGN, said
 from .chain import LAYERFUSE, Fusion
 from .sites import Site
-from .steps import SINKS, SOURCES, At, Legality, Step
+from .steps import SINKS, At, Legality
 from .target import Target
 
 
@@ -36,10 +34,12 @@ def legality(
 def _asked_of_steps(
     fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None, declared: bool
 ) -> Legality:
-    asked = list(_asked(fusion, site, target, quant, declared))
-    # What stands nearest to the middle is asked first: without an add there is nothing to reduce for.
-    sources = [each for each in asked if each[0].stage == SOURCES]
-    for step, at in (*reversed(sources), *asked[len(sources) :]):
+    norms = iter(site.norms)
+    asked = [
+        (step, At(site, target, quant, declared, next(norms) if step.is_norm else None, step is fusion.chain[0]))
+        for step in fusion.chain
+    ]
+    for step, at in map(asked.__getitem__, fusion.from_the_middle):
         problem = step.why_not(at)
         if problem is not None:
             return problem
@@ -49,13 +49,3 @@ def _asked_of_steps(
     what = f"{', '.join(others)} and {last} are" if others else f"{last} is"
     sinks = "".join(f", {each}" for each in behind if before)
     return Legality("expected", f"{what} {fusion.chain[-1].launches} on {target}{sinks}")
-
-
-def _asked(
-    fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None, declared: bool
-) -> Iterator[tuple[Step, At]]:
-    """The steps of a chain, each with what it is asked about."""
-    norms = iter(site.norms)
-    for i, step in enumerate(fusion.chain):
-        norm = next(norms) if step.is_norm else None
-        yield step, At(site=site, target=target, quant=quant, declared=declared, norm=norm, first=i == 0)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
-from itertools import chain
-from typing import Any, TypeAlias
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import attrs
 from attrs import define, field, frozen
@@ -18,7 +18,7 @@ from ..adapters.activation_quant import ActivationQuant
 from ..adapters.arguments import check_whole, expect
 from ..adapters.errors import ArgumentError, ArgumentValueError, did_you_mean, shown
 from ..adapters.layer_specs import LayerSpec
-from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, LinearSpec, ResidualSpec
+from ..adapters.specs import AnySpec, FinalNormSpec, KernelSpec, LinearSpec, ResidualSpec
 from .alike import PLACE, Alike
 from .catalog import FUSIONS
 from .chain import LAYERFUSE, Fusion
@@ -28,7 +28,7 @@ from .engine import Engine
 from .legality import legality
 from .limits import TokenLimit
 from .policy import Policy, shipped
-from .sites import ACTIVATION, FINAL, INPUT, Site, decode_sites, linear_sites, mixture_sites, mixtures_of, sites_of
+from .sites import ACTIVATION, Site, decode_sites, linear_sites, mixture_sites, sites_of, stack_of
 from .steps import Kind, Legality
 from .target import Target
 
@@ -60,10 +60,7 @@ ANY = Tokens()
 """Every number of tokens."""
 
 
-@define(
-    frozen=True, slots=False
-)  # neither slotted nor by keywords alone: thousands are made, and so they are made faster
-class Decision:
+class Decision(NamedTuple):
     """One fusion at one site, for a range of tokens."""
 
     site: str
@@ -81,7 +78,7 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return attrs.asdict(self)
+        return self._asdict() | {"tokens": attrs.asdict(self.tokens)}
 
     def __str__(self) -> str:
         tokens = "" if self.tokens == ANY else f" ({self.tokens})"
@@ -261,29 +258,24 @@ def plan(
             f"{len(twice)} layers have more than one spec of a type ({shown(layer)} has several {kind}); give each spec "
             "with the path of its own layer, as (path, spec)"
         )
-    mixtures = mixtures_of(placed)
-    found = (
-        site
-        for layer, spec in placed
-        for site in sites_of(layer, spec, mixtures.get(spec.layer_index) if isinstance(spec, GatedMLPSpec) else None)
-    )
-    sites = tuple(_reduced(placed, found))
+    stack = stack_of(placed)
+    sites = tuple([site for layer, spec in placed for site in sites_of(layer, spec, stack)])
     if engine is not None and engine.decodes:
         sites += tuple(decode_sites(placed))
     linears: tuple[Site, ...] = ()
     routed: tuple[Site, ...] = ()
     if engine is not None and engine.linears is not None:
-        linears = tuple(linear_sites(placed, engine.linears, mixtures, engine.loaded))
+        linears = tuple(linear_sites(placed, engine.linears, stack, engine.loaded))
         routed = tuple(mixture_sites(placed, engine.linears))
     roles = frozenset(site.role for site in (*sites, *linears, *routed))
-    mixed = frozenset(index for index, experts in mixtures.items() if experts is not None and index is not None)
+    mixed = {} if engine is None else {index for index, experts in stack.mixtures.items() if experts is not None}
     decide = _Decider(target, config, engine, shipped() if policy is None else policy, roles, mixed)
-    decisions = list(chain.from_iterable(map(decide, sites)))
+    decisions = decide.over(sites)
     if linears:
         linears = tuple(_handed_over(linears, sites, decide.quantised))
     for products in (linears, routed):
         decide.beside = decide.on.copy()
-        decisions += chain.from_iterable(map(decide, products))
+        decisions += decide.over(products)
     every = (*sites, *linears, *routed)
     return Plan(target=target, config=config, engine=engine, specs=placed, sites=every, decisions=tuple(decisions))
 
@@ -328,36 +320,6 @@ def _placed(spec: Placed) -> tuple[str, AnySpec]:
     return (pair[0] if isinstance(spec, tuple) else _label(pair[1])), pair[1]
 
 
-def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> Iterable[Site]:
-    """The sites, with what the layer before says of what it adds last: by which linear, and over how many ranks it is summed.
-
-    Attention and MLP of one model may differ: transformers replicates DeepSeek-V3's attention.
-    """
-    mlps: dict[int, int] = {}
-    for _, spec in placed:
-        # Shared experts may be whole on every rank where the routed ones beside them are not.
-        if isinstance(spec, GatedMLPSpec) and spec.layer_index is not None and spec.parallel.size > 1:
-            mlps[spec.layer_index] = spec.parallel.size
-    for _, spec in placed:
-        if isinstance(spec, ResidualSpec) and spec.mlp_ranks is not None:
-            mlps[spec.layer_index] = spec.mlp_ranks
-    for _, spec in placed:
-        if isinstance(spec, ResidualSpec) and not spec.adds_one and mlps.get(spec.layer_index, spec.parallel.size) > 1:
-            mlps[spec.layer_index] = 0
-    given = {s.layer_index: s.gives for _, s in placed if isinstance(s, ResidualSpec) and s.adds_one}
-    for site in sites:
-        after_mlp = site.adds and site.role in (FINAL, INPUT)
-        if isinstance(site.spec, ResidualSpec) and site.spec.handed_over and site.block == 0:
-            after_mlp = False  # of another rank of a pipeline, which has summed what it gave
-        index = site.spec.layer_index
-        known: dict[str, Any] = {}
-        if after_mlp and index is not None:
-            before = index - (site.block == 0)
-            known |= {"reduced": mlps[before]} if before in mlps else {}
-            known |= {"producers": given[before]} if site.block == 0 and given.get(before) else {}
-        yield attrs.evolve(site, **known) if known else site
-
-
 def _handed_over(linears: Iterable[Site], sites: Iterable[Site], quantised: Collection[str]) -> Iterable[Site]:
     """The linears, with whether a chain that is expected quantises for them: as those say that were read. `quantised`: sites of such chains."""
     paths = {
@@ -381,6 +343,9 @@ def _label(spec: AnySpec) -> str:
     return "final norm" if isinstance(spec, FinalNormSpec) else name
 
 
+Row: TypeAlias = tuple[str, Kind, str, Tokens]
+"""A decision without its site."""
+
 UNKNOWN = "not known:"
 """How a reason begins that says what a plan does not know of a site."""
 
@@ -398,7 +363,7 @@ class _Decider:
         engine: Engine | None,
         policy: Policy,
         roles: frozenset[str],
-        mixed: frozenset[int],
+        mixed: Collection[int | None],
     ) -> None:
         self._target = target
         self._roles = roles
@@ -406,13 +371,15 @@ class _Decider:
         self._config = config
         self._engine = engine
         self._policy = policy
+        self._switches = dict(config.switches)
+        self._declared = frozenset(role for role, _ in config.quant)
         self._fusions = tuple(FUSIONS.values())
         # What other packages wrote may look at the place, too.
         self._anywhere = not any(
             f.limit or not all(s.is_ours for s in f.chain) for f in self._fusions if f.owner != LAYERFUSE
         )
         self._alike = Alike(without=(*PLACE, "norms"))  # a site's are its spec's
-        self._known: dict[Any, tuple[list[tuple[str, Kind, str, Tokens]], bool]] = {}
+        self._known: dict[tuple[Any, bool], tuple[list[Row], bool]] = {}
         self.on: set[str] = set()
         "The fusions that are expected so far, and the words of `FORMATS` that they quantise to."
         self.beside: set[str] = set()
@@ -420,27 +387,32 @@ class _Decider:
         self.quantised: set[str] = set()
         "The sites where a chain that quantises is expected."
 
-    def __call__(self, site: Site) -> list[Decision]:
-        alike = self._anywhere and self._config.only is None
-        key = (self._alike.number(site) if alike else site.name, self._engine is not None and self._is_mixed(site))
-        found = self._known.get(key)
-        if found is None:
-            rows = list(self._decide(site, self._config.quant_at(site)))
-            on = {fusion for fusion, kind, _, _ in rows if kind == "expected"}
-            formats = {each.word for fusion in on if (each := FUSIONS[fusion].format) is not None}
-            self.on |= on | formats
-            found = self._known[key] = rows, bool(formats)
-        name = site.name
-        if found[1]:
-            self.quantised.add(name)
-        return [Decision(name, *row) for row in found[0]]
+    def over(self, sites: Iterable[Site]) -> list[Decision]:
+        """The decisions for these sites, one after the other."""
+        key_of = self._alike.number if self._anywhere and self._config.only is None else attrgetter("name")
+        decisions: list[Decision] = []
+        for site in sites:
+            name, key = site.name, (key_of(site), self._is_mixed(site))
+            found = self._known.get(key) or self._new(key, site)
+            if found[1]:
+                self.quantised.add(name)
+            # Thousands are made, and so they are made past the constructor.
+            decisions += [tuple.__new__(Decision, (name, *row)) for row in found[0]]
+        return decisions
 
-    def _decide(self, site: Site, quant: ActivationQuant | None) -> Iterable[tuple[str, Kind, str, Tokens]]:
+    def _new(self, key: tuple[Any, bool], site: Site) -> tuple[list[Row], bool]:
+        rows = list(self._decide(site, self._config.quant_at(site)))
+        on = {fusion for fusion, kind, _, _ in rows if kind == "expected"}
+        formats = {each.word for fusion in on if (each := FUSIONS[fusion].format) is not None}
+        self.on |= on | formats
+        return self._known.setdefault(key, (rows, bool(formats)))
+
+    def _decide(self, site: Site, quant: ActivationQuant | None) -> Iterable[Row]:
         verdicts = {f: self._verdict(f, site, quant) for f in self._fusions if site.role in f.roles}
         # The longest chain first; of equal ones the catalog's first. What is left of the token counts goes on.
         wanted = sorted((f for f, v in verdicts.items() if v.kind == "expected"), key=lambda f: -len(f.chain))
         first: int | None = 1
-        taken: dict[Fusion, list[tuple[str, Kind, str, Tokens]]] = {}
+        taken: dict[Fusion, list[Row]] = {}
         holders: list[str] = []
         for fusion in wanted:
             limit, rows = self._limit(fusion, site), taken.setdefault(fusion, [])
@@ -484,8 +456,8 @@ class _Decider:
         return engine.experts or f"not known: how {engine.name} runs a mixture's experts, and what it gives them"
 
     def _is_mixed(self, site: Site) -> bool:
-        """Whether its layer holds a mixture of experts."""
-        return not isinstance(site.spec, KernelSpec) and site.spec.layer_index in self._mixed
+        """Whether its layer holds a mixture of experts, which matters in an engine."""
+        return site.spec.layer_index in self._mixed
 
     def _is_foreign(self, name: str) -> bool:
         """Whether the model has no site for a fusion."""
@@ -495,7 +467,7 @@ class _Decider:
         return None if fusion.limit is None else fusion.limit(site, self._target, self._engine)
 
     def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Legality:
-        found = legality(fusion, site, self._target, quant, site.role in dict(self._config.quant))
+        found = legality(fusion, site, self._target, quant, site.role in self._declared)
         unread = None if fusion.format is None else self._why_not_read(site, quant)
         if unread is not None and found.kind != "not_applicable":
             return Legality("not_applicable", unread)
@@ -503,7 +475,7 @@ class _Decider:
         unknown = found if found.kind == "refused" and found.reason.startswith(UNKNOWN) else None
         if found.kind != "expected" and unknown is None:
             return found
-        engine, switched = self._engine, fusion.name in dict(self._config.switches)
+        engine, switched = self._engine, self._switches.get(fusion.name)
         measured = (
             None
             if engine is None
@@ -514,7 +486,7 @@ class _Decider:
         refusal = None if engine is None else engine.why_not(fusion.name, site.role)
         if engine is not None and refusal is None:
             elsewhere = engine.why_kept(fusion.name, site.role)
-            if elsewhere is None and measured is None and dict(self._config.switches).get(fusion.name) is not True:
+            if elsewhere is None and measured is None and not switched:
                 figure = self._policy.why_nothing_gained(fusion.name, engine)
                 # A pass of the engine's looks for a quantisation in the graph too.
                 inside = fusion.format is not None and quant is not None and quant.inside
@@ -527,7 +499,7 @@ class _Decider:
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:
             refusal = refusal or limit.reason
-        elif limit is not None and not switched:
+        elif limit is not None and switched is None:
             refusal = refusal or limit.unless_switched_on
         reason = refusal or off
         if reason is not None:

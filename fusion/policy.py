@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import functools
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,7 @@ def _known(_instance: Any, attribute: Any, engine: str) -> None:
         raise ValueError(f"{attribute.name}: expected one of {', '.join(SPELT)}, got {shown(engine)}")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class Measurement:
     """Fusions that were on together in an engine, against the engine as it is without them."""
 
@@ -112,7 +112,7 @@ class Measurement:
     note: str | None = None
     "What else was measured, in words."
 
-    @property
+    @functools.cached_property
     def faster(self) -> bool:
         """The rule: no cell is slower, and one is faster."""
         ratios, lows = zip(*[(cell[0], cell[1]) for cell in self.decode.values()], strict=True)
@@ -178,15 +178,23 @@ def _listed(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class Policy:
     """Measurements, in the order in which they are asked."""
 
     measurement: tuple[Measurement, ...] = ()
 
-    def of(self, fusion: str, engine: str) -> Iterator[Measurement]:
+    @functools.cached_property
+    def _by_fusion(self) -> Mapping[tuple[str, str], list[Measurement]]:
+        found: dict[tuple[str, str], list[Measurement]] = {}
+        for each in self.measurement:
+            for fusion in dict.fromkeys(each.fusions):
+                found.setdefault((fusion, each.engine), []).append(each)
+        return found
+
+    def of(self, fusion: str, engine: str) -> Sequence[Measurement]:
         """What was measured of a fusion in an engine."""
-        return (each for each in self.measurement if fusion in each.fusions and each.engine == engine)
+        return self._by_fusion.get((fusion, engine), ())
 
     def faster_at(
         self,

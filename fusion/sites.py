@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import zip_longest
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import attrs
 from attrs import field, frozen
@@ -123,7 +123,7 @@ OWN_PLACE = (*PRODUCTS, DECODE)
 """The roles of what only engines have a place for, each of its own kind."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)  # hundreds are made for a plan, and so they are made faster
 class Site:
     """One place in one layer."""
 
@@ -157,9 +157,8 @@ class Site:
     @property
     def modules(self) -> tuple[str | None, ...]:
         """The paths below the layer of its norms, its linear or its mixture; None in the place of one that is not known, or of the layer itself."""
-        if self.multiplies is not None:
-            return (self.multiplies.path,)
-        return tuple([norm.module for norm in self.norms]) or (None,)
+        multiplies = self.multiplies
+        return tuple([norm.module for norm in self.norms]) or (None if multiplies is None else multiplies.path,)
 
     @property
     def multiplies(self) -> LinearSpec | ExpertsSpec | None:
@@ -251,32 +250,57 @@ class Site:
         return self.name
 
 
-def sites_of(layer: str, spec: AnySpec, mixture: ExpertsSpec | None = None) -> tuple[Site, ...]:
+class Stack(NamedTuple):
+    """What the decoder layers of a model say of each other, by their index."""
+
+    mixtures: Mapping[int | None, ExpertsSpec | None] = {}
+    "The mixture of each."
+    gives: Mapping[int | None, tuple[LinearSpec, ...]] = {}
+    "The linear whose result it adds to the residual last, as it is."
+    summed: Mapping[int | None, int] = {}
+    """Over how many ranks that is summed, where the attention behind it does not say so; 0: over several, but it is not added as it
+    is. Attention and MLP of one model may differ: transformers replicates DeepSeek-V3's attention."""
+
+
+def stack_of(placed: Iterable[tuple[str, AnySpec]]) -> Stack:
+    """What the layers among these (path, spec) pairs say of each other."""
+    specs = [spec for _, spec in placed]
+    streams = [spec for spec in specs if isinstance(spec, ResidualSpec)]
+    # Shared experts may be whole on every rank where the routed ones beside them are not.
+    summed: dict[int | None, int] = {
+        spec.layer_index: spec.parallel.size
+        for spec in specs
+        if isinstance(spec, GatedMLPSpec) and spec.layer_index is not None and spec.parallel.size > 1
+    }
+    summed |= {spec.layer_index: spec.mlp_ranks for spec in streams if spec.mlp_ranks is not None}
+    for spec in streams:
+        if not spec.adds_one and summed.get(spec.layer_index, spec.parallel.size) > 1:
+            summed[spec.layer_index] = 0
+    return Stack(
+        mixtures={spec.layer_index: spec.experts for spec in streams},
+        gives={spec.layer_index: spec.gives for spec in streams if spec.adds_one},
+        summed=summed,
+    )
+
+
+def sites_of(layer: str, spec: AnySpec, stack: Stack = Stack()) -> tuple[Site, ...]:  # noqa: B008 (it is empty)
     """The sites of one layer, in the order in which a forward pass meets them.
 
     Args:
         layer: the layer's path in the model; the empty string for the model itself.
         spec: what the layer is.
-        mixture: the mixture of its decoder layer, whose shared experts a gated MLP may be.
+        stack: what the model's decoder layers say of each other; nothing if not given.
     """
     if isinstance(spec, ResidualSpec):
-        return tuple(_stream(layer, spec))
+        return tuple(_stream(layer, spec, stack))
     if isinstance(spec, FinalNormSpec):
-        return (
-            Site(
-                layer=layer,
-                role=FINAL,
-                norms=(spec.final_norm,),
-                spec=spec,
-                adds=spec.no_sum is None,
-                reduced=1 if spec.no_sum else spec.parallel.size,
-            ),
-        )
+        return (_final(layer, spec, stack),)
     if isinstance(spec, GatedDeltaNetSpec):
         return (Site(layer=layer, role=OUTPUT, norms=(spec.output_norm,), spec=spec),)
     if isinstance(spec, Mamba2Spec):
         return (_scanned(layer, spec),)
     if isinstance(spec, GatedMLPSpec):
+        mixture = stack.mixtures.get(spec.layer_index)
         experts = mixture if mixture is not None and spec == mixture.shared else None
         return (Site(layer=layer, role=ACTIVATION, norms=(), spec=spec, experts=experts),)
     if isinstance(spec, MLPSpec):
@@ -317,7 +341,16 @@ def _latents(layer: str, spec: MLASpec) -> Site:
     return Site(layer=layer, role=LATENTS, norms=(spec.q_norm, spec.kv_norm), spec=spec)
 
 
-def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
+def _final(layer: str, spec: FinalNormSpec, stack: Stack) -> Site:
+    if spec.no_sum is not None:
+        return Site(layer=layer, role=FINAL, norms=(spec.final_norm,), spec=spec)
+    before = spec.layer_index - 1
+    ranks, producers = stack.summed.get(before, spec.parallel.size), stack.gives.get(before, ())
+    norms = (spec.final_norm,)
+    return Site(layer=layer, role=FINAL, norms=norms, spec=spec, adds=True, reduced=ranks, producers=producers)
+
+
+def _stream(layer: str, spec: ResidualSpec, stack: Stack) -> list[Site]:
     if not spec.input_norms:
         absent = "no norm reads the residual stream in this layer: its norms stand on what attention and MLP give"
         if spec.post_norms:
@@ -327,18 +360,21 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
     starts = spec.layer_index == 0 if spec.starts_stream is None else spec.starts_stream
     sites = []
     for block, (before, after) in enumerate(zip_longest(spec.input_norms, spec.post_attention_norms)):
-        first = starts and block == 0
+        first, entered = starts and block == 0, spec.handed_over and block == 0
         at = partial(Site, layer=layer, spec=spec, block=block)
         ranks = spec.parallel.size if spec.adds_one or spec.parallel.size == 1 else 0
-        whole = first or (spec.handed_over and block == 0)
+        adds = not first and spec.no_sum is None
         entering = before.fed_by if spec.adds_one else ()
+        if adds and block == 0 and not entered:  # what is added is of the layer before
+            entering = stack.gives.get(spec.layer_index - 1) or entering
+        summed = stack.summed.get(spec.layer_index - (block == 0), ranks)
         mixture = None if block else spec.experts
         sites.append(
             at(
                 role=INPUT,
                 norms=(before,),
-                adds=not first and spec.no_sum is None,
-                reduced=1 if whole or spec.no_sum else ranks,
+                adds=adds,
+                reduced=summed if adds and not entered else 1,  # another rank of a pipeline has summed what it gave
                 producers=entering,
                 experts=mixture if spec.is_one_block else None,
             )
@@ -368,11 +404,6 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
 # ---- linears
 
 
-def mixtures_of(placed: Iterable[tuple[str, AnySpec]]) -> dict[int | None, ExpertsSpec | None]:
-    """The mixture of each decoder layer, by its index."""
-    return {spec.layer_index: spec.experts for _, spec in placed if isinstance(spec, ResidualSpec)}
-
-
 def mixture_sites(placed: Iterable[tuple[str, AnySpec]], left: Mapping[str, str]) -> Iterator[Site]:
     """A site for the routed experts of each decoder layer that has some; the arguments are those of `linear_sites`."""
     for layer, spec in placed:
@@ -382,10 +413,7 @@ def mixture_sites(placed: Iterable[tuple[str, AnySpec]], left: Mapping[str, str]
 
 
 def linear_sites(
-    placed: Iterable[tuple[str, AnySpec]],
-    left: Mapping[str, str],
-    mixtures: Mapping[int | None, ExpertsSpec | None],
-    loaded: bool,
+    placed: Iterable[tuple[str, AnySpec]], left: Mapping[str, str], stack: Stack, loaded: bool
 ) -> Iterator[Site]:
     """A site for each linear of these layers, once: as they were read, or of layers that nobody has built, those that engines make of them.
 
@@ -394,7 +422,7 @@ def linear_sites(
     Args:
         placed: (path, spec) pairs.
         left: path of a linear or a mixture -> why an engine keeps it to itself, as a sentence.
-        mixtures: as `mixtures_of` gives them.
+        stack: what they say of each other.
         loaded: whether the model is built, so that it has only what was read.
     """
     placed = tuple(placed)
@@ -403,18 +431,18 @@ def linear_sites(
         read = list(_declared(placed))
     met: set[str] = set()
     for layer, spec, linears in read:
+        mixture = stack.mixtures.get(spec.layer_index)
         for linear in linears:
-            path = f"{layer}.{linear.path}".removeprefix(".")
+            path = f"{layer}.{linear.path}" if layer else linear.path
             if path not in met:
                 met.add(path)
-                experts = _mixture_of(spec, linear, mixtures)
                 yield Site(
                     layer=layer,
                     role=LINEAR,
                     norms=(),
                     spec=spec,
                     linear=linear,
-                    experts=experts,
+                    experts=None if mixture is None else _of_shared(spec, linear, mixture),
                     unknown=left.get(path),
                 )
 
@@ -506,13 +534,8 @@ def _unread(path: str, reads: Side, gives: Side, activation: ActivationQuant | s
     )
 
 
-def _mixture_of(
-    spec: AnySpec, linear: LinearSpec, mixtures: Mapping[int | None, ExpertsSpec | None]
-) -> ExpertsSpec | None:
-    """The mixture whose shared experts a linear is of."""
-    mixture = mixtures.get(spec.layer_index)
-    if mixture is None:
-        return None
+def _of_shared(spec: AnySpec, linear: LinearSpec, mixture: ExpertsSpec) -> ExpertsSpec | None:
+    """The mixture of a linear's layer, where the linear is of its shared experts."""
     if isinstance(spec, MLPSpec):
         return mixture if spec == mixture.shared else None
     inside = mixture.path is not None and linear.path.startswith(f"{mixture.path}.")

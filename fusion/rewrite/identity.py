@@ -49,13 +49,12 @@ def plan_hash(plan: Plan) -> str:
 
     alike = Alike(without=("rank", "num_local_experts"))
     specs = [(layer, alike.number(spec)) for layer, spec in plan.specs]
-    decisions = [alike.number(decision) for decision in plan.decisions]
     foreign = [_meaning_of(fusion) for fusion in FUSIONS.values() if fusion.owner != "layerfuse"]
     config = plan.config.to_dict()
     del config["strict"]  # which decides what is an error, and nothing in a graph
     engine = None if plan.engine is None else plan.engine.to_dict()
     held = json.dumps([plan.target.to_dict(), config, engine, list(FUSIONS), foreign], sort_keys=True, default=repr)
-    return hashlib.sha256(f"{held} {specs} {decisions} {alike.said}".encode()).hexdigest()
+    return hashlib.sha256(f"{held} {specs} {plan.decisions} {alike.said}".encode()).hexdigest()
 
 
 def _meaning_of(fusion: Fusion) -> str:

@@ -47,8 +47,7 @@ STAGES = ("a source", "in the middle", "a sink")
 """The same in words."""
 
 
-@frozen(kw_only=True)
-class At:
+class At(NamedTuple):
     """Where a step is asked about: a site, on a target."""
 
     site: Site

@@ -21,7 +21,7 @@ from layerfuse.fusion.compose import op_of
 from layerfuse.fusion.live_plan import module_index_of
 from layerfuse.fusion.report import GraphRecord, Report
 from layerfuse.fusion.rewrite import Pipeline
-from layerfuse.fusion.sites import LINEAR, linear_sites, mixtures_of
+from layerfuse.fusion.sites import LINEAR, linear_sites, stack_of
 from layerfuse.fusion.steps.linear import HELD
 from layerfuse.testing.op_inputs import arguments_of
 
@@ -69,7 +69,7 @@ def decided(made: Plan, fusion: str) -> dict[str, tuple[str, str]]:
 
 
 def test_each_linear_that_was_read_is_one_site(specs: list[tuple[str, AnySpec]]) -> None:
-    sites = list(linear_sites(specs, {}, mixtures_of(specs), True))
+    sites = list(linear_sites(specs, {}, stack_of(specs), True))
     attention = {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"}  # the projection behind the latent is absorbed
     mlp = {"gate_proj", "up_proj", "down_proj"}
     expected = {f"model.layers.{i}.self_attn.{name}:linear" for i in range(2) for name in attention}
@@ -87,14 +87,14 @@ def test_each_linear_that_was_read_is_one_site(specs: list[tuple[str, AnySpec]])
 )
 def test_declared_layers_have_those_that_engines_make_of_them(model: str, several: int) -> None:
     found = [*registry.model(model).specs(published=True)]
-    sites = list(linear_sites(found, {}, mixtures_of(found), False))
+    sites = list(linear_sites(found, {}, stack_of(found), False))
     assert len(sites) == len({site.name for site in sites}) == several
 
 
 def test_a_loaded_model_has_no_linears_but_those_that_were_read() -> None:
     """As an outside adapter gives its norms: with how they are quantised, and without what reads them."""
     found = [*registry.model("qwen3-8b").specs(published=True)]
-    assert not list(linear_sites(found, {}, mixtures_of(found), True))
+    assert not list(linear_sites(found, {}, stack_of(found), True))
     assert any(site.linear for site in plan(found, SM90, None, ENGINE).sites)
     assert not any(site.linear for site in plan(found, SM90, None, attrs.evolve(ENGINE, loaded=True)).sites)
 
