@@ -110,7 +110,11 @@ class Plan:
 
     def like(self, site: Site) -> Iterator[Site]:
         """The sites that are to their layers what this one, of this plan or another, is to its."""
-        return (other for other in self.sites if (other.role, other.block) == (site.role, site.block))
+
+        def place(each: Site) -> tuple[Any, ...]:
+            return each.role, each.block, each.linear and each.linear.path
+
+        return (other for other in self.sites if place(other) == place(site))
 
     def at(self, site: str) -> tuple[Decision, ...]:
         """The decisions for one site.

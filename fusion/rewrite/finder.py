@@ -154,15 +154,18 @@ class Finder:
         """The products of a graph that linears of the plan may take a fusion at, as they are now."""
         found, anywhere = Found(), set().union(*self._few.values())
         for node, several in products_in(GraphIndex(graph), readers) if anywhere else ():
-            # LoRA puts a module of its own in a linear's place, and the linear inside of that.
-            places = next(filter(None, self._of_linears.outwards(node)), ())
-            site = places[0][0] if len(places) == 1 else None
+            where = self._of_linears.locate(node.all_input_nodes, node)
+            if where.how != "parameter":
+                # LoRA puts a module of its own in a linear's place, and the linear inside of that.
+                places = next(filter(None, self._of_linears.outwards(node)), ())
+                where = Location(places=places, how="module path")
+            site = where.places[0][0] if len(where.places) == 1 else None
             wanted = anywhere if site is None else self._few[site.name]
             asked = [reader for reader in several if not wanted.isdisjoint(reader.gives)]
             product = read(node, asked)
             if site is not None and asked:
                 problem = UNREAD if product is None else None
-                found.uses.append(SiteMatch(site=site, linear=product, problem=problem, how="module path"))
+                found.uses.append(use_at(site, (where,), linear=product, problem=problem))
             elif product is not None:
                 like = next(name for name, ops in self._few.items() if not ops.isdisjoint(product.ways))
                 found.others.append(SiteMatch(site=self._linears[like], linear=product))

@@ -173,6 +173,19 @@ def test_what_quantises_in_front_has_no_place_there() -> None:
     assert fused.report.of("add_rms_norm").last_call == 4
 
 
+def test_layers_that_share_a_graph_are_counted_each() -> None:
+    """Behind a graph break Dynamo runs the graph of one layer for the others, with their weights."""
+    model = quantised(llama())
+    wanted = call(model)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    fused = compiled(model, ALONE)
+    assert torch.equal(call(fused), wanted)
+    assert fused.report.of(BLOCKS).last_call == 14
+    uses = [use for record in fused.report.records for use in record.uses if use.fused == BLOCKS]
+    assert len(uses) == 7 and not any(use.whole for use in uses)
+
+
 def test_as_a_backend_of_torch_compile() -> None:
     from layerfuse.fusion.dynamo_backend import report_of
 
