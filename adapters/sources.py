@@ -201,8 +201,27 @@ class Weight(Path):
         return (0, 1) if self.side is None else (_SIDES.index(self.side),)
 
 
+class _Place:
+    """A place whose answer is worked out."""
+
+    def read(self, obj: Any) -> Any:
+        """The answer.
+
+        Raises:
+            UnreadableError: there is none.
+        """
+        raise NotImplementedError
+
+    def find(self, obj: Any) -> Any:
+        """As `read`, but ABSENT where there is none."""
+        try:
+            return self.read(obj)
+        except UnreadableError:
+            return ABSENT
+
+
 @frozen
-class Quotient:
+class Quotient(_Place):
     """The exact quotient of two paths, for layers that hold a width but no count."""
 
     dividend: Path
@@ -210,16 +229,6 @@ class Quotient:
 
     def __str__(self) -> str:
         return f"{self.dividend} / {self.divisor}"
-
-    def find(self, obj: Any) -> Any:
-        """As `read`, but ABSENT where there is none."""
-        dividend = self.dividend.find(obj)
-        if dividend is ABSENT:
-            return ABSENT
-        dividend, divisor = whole(dividend), whole(self.divisor.find(obj))
-        if type(dividend) is not int or type(divisor) is not int or divisor == 0 or dividend % divisor:
-            return ABSENT
-        return dividend // divisor
 
     def read(self, obj: Any) -> Any:
         """The quotient.
@@ -250,7 +259,7 @@ class Const:
 
 
 @frozen
-class Converted:
+class Converted(_Place):
     """A path whose value means the field in another notation."""
 
     path: Path | Quotient
@@ -258,11 +267,6 @@ class Converted:
 
     def __str__(self) -> str:
         return f"{self.path} as {self.convert}"
-
-    def find(self, obj: Any) -> Any:
-        """As `read`, but ABSENT where the path leads nowhere."""
-        found = self.path.find(obj)
-        return found if found is ABSENT else CONVERSIONS[self.convert](found)
 
     def read(self, obj: Any) -> Any:
         """The converted value.
@@ -274,7 +278,7 @@ class Converted:
 
 
 @frozen
-class Where:
+class Where(_Place):
     """A path that counts where another one has a certain value. Elsewhere the field is None."""
 
     path: Path | Quotient
@@ -283,13 +287,6 @@ class Where:
 
     def __str__(self) -> str:
         return f"{self.path} where {self.where} is {shown(self.value)}"
-
-    def find(self, obj: Any) -> Any:
-        """As `read`, but ABSENT where a path that counts leads nowhere."""
-        found = self.where.find(obj)
-        if type(found) is type(self.value) and found == self.value:
-            return self.path.find(obj)
-        return found if found is ABSENT else None
 
     def read(self, obj: Any) -> Any:
         """The value of the path, or None.
@@ -302,7 +299,7 @@ class Where:
 
 
 @frozen
-class Named:
+class Named(_Place):
     """What the layer's name in its model says, as the caller gives it: for modules that know nothing of their place."""
 
     convert: str
@@ -319,18 +316,6 @@ class Named:
         if not isinstance(name, str) or not name:
             raise UnreadableError(f"{self}: no name was given, pass path=")
         return CONVERSIONS[self.convert](name)
-
-    def find(self, name: Any) -> Any:
-        """As `read`; ABSENT is what a text is kept to say nothing as."""
-        return _named(self.convert, name) if type(name) is str else self.read(name)
-
-
-@lru_cache(maxsize=4096)
-def _named(convert: str, name: str) -> Any:
-    try:
-        return Named(convert).read(name)
-    except UnreadableError:
-        return ABSENT
 
 
 Source: TypeAlias = Path | Quotient | Const | Converted | Where | Named
