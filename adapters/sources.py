@@ -69,41 +69,12 @@ class Path:
 
     def find(self, obj: Any) -> Any:
         """As `read`, but ABSENT where it leads nowhere, and what the layer's own code raises comes through."""
-        # All ways in one place: most of a reading are steps.
-        keys: tuple[Any, ...] = self._keys
-        for key in keys:
+        for key in self._keys:
             cls: Any = type(obj)
-            way = _way(cls, key)
-            if way is _MODULE:
-                # A parameter, a buffer or a child as torch looks it up, which takes it far longer, unless the class holds the name by now.
-                held = obj.__dict__
-                if key in held or hasattr(cls, key):
-                    way = _ATTRIBUTE
-                elif (
-                    key in (named := held["_parameters"])
-                    or key in (named := held["_buffers"])
-                    or key in (named := held["_modules"])
-                ):
-                    obj = named[key]
-                    continue
-                else:
-                    return ABSENT
-            if way is _ATTRIBUTE:
-                try:
-                    obj = getattr(obj, key)
-                except AttributeError:
-                    return ABSENT
-            elif way is _LIST:
-                held = obj.__dict__["_modules"]
-                at = key if key >= 0 else len(held) + key
-                obj = held.get(str(at), ABSENT) if 0 <= at < len(held) else ABSENT
-                if obj is ABSENT:
-                    return obj
-            else:
-                try:
-                    obj = obj[key]
-                except LookupError:
-                    return ABSENT
+            try:
+                obj = getattr(obj, key) if isinstance(key, str) and not has_keys(cls) else obj[key]
+            except (AttributeError, LookupError):
+                return ABSENT
         return obj
 
     def read(self, obj: Any) -> Any:
@@ -152,34 +123,6 @@ def is_index(step: str) -> bool:
 def has_keys(cls: Hashable) -> bool:
     """Whether the steps of a path into an object of this class are keys, and no attributes."""
     return isinstance(cls, type) and issubclass(cls, Mapping)
-
-
-_ATTRIBUTE, _ITEM, _MODULE, _LIST = range(4)
-"""How an object is asked for one step: by name, by key, and as torch's Module and ModuleList find what they hold, which takes them far longer."""
-
-
-@lru_cache(maxsize=4096)
-def _way(cls: Hashable, key: str | int) -> int:
-    """How an object of this class is asked for one step."""
-    own: Any = cls
-    is_plain = own.__getattribute__ is object.__getattribute__
-    if type(key) is int or has_keys(cls):
-        return _LIST if type(key) is int and is_plain and _is_torchs_list(own) else _ITEM
-    is_torchs = hasattr(own, "__getattr__") and own.__getattr__.__module__ == "torch.nn.modules.module"
-    return _MODULE if is_torchs and is_plain else _ATTRIBUTE
-
-
-def _is_torchs_list(cls: type[Any]) -> bool:
-    """Whether indices into it are those of torch's ModuleList, and no class has others."""
-    found: Any = next((base for base in cls.__mro__ if base.__name__ == "ModuleList"), None)
-    if found is None or found.__module__ != "torch.nn.modules.container":
-        return False
-    return (
-        cls.__getitem__ is found.__getitem__
-        and cls.__len__ is found.__len__
-        and hasattr(found, "_get_abs_string_index")
-        and cls._get_abs_string_index is found._get_abs_string_index
-    )
 
 
 @frozen
