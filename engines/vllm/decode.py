@@ -23,7 +23,7 @@ from ...adapters.specs import MLASpec
 from ...fusion.planning import Plan, plan
 from ...fusion.sites import DECODE
 from ..host import here
-from ..native import Native, NotNativeError, native, native_call
+from ..native import NotNativeError, native, native_call
 from ..options import options_in
 from ..placement import Placement, why_apart
 from ..process import once
@@ -132,10 +132,10 @@ class Door(Placement):
         from . import decode_ops as ops
 
         for layer in self.made:
-            ops.layers[layer.name] = layer
+            ops.hold(layer)
             if layer.attention.impl.dcp_world_size == -1:
                 layer.attention.impl.dcp_world_size = 1  # as vLLM does at its first step
-            layer.wrapper.forward = layer.forward = forward_of(layer.wrapper, layer.name, ops, layer.around, self)
+            layer.wrapper.forward = layer.forward = forward_of(layer, ops, self)
         split = self.vllm_config.compilation_config.splitting_ops
         if split and ops.SPLIT not in split:
             split.append(ops.SPLIT)
@@ -267,17 +267,16 @@ def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str], values: boo
     )
 
 
-def forward_of(wrapper: Any, name: str, ops: Any, stood: Native, door: Door) -> Callable[..., Any]:
-    """A forward for one wrapper that calls our ops, for Dynamo to trace or to be run as it is.
+def forward_of(held: Any, ops: Any, door: Door) -> Callable[..., Any]:
+    """A forward for the wrapper of one layer that calls our ops, for Dynamo to trace or to be run as it is.
 
     Args:
-        wrapper: vLLM's.
-        name: of its attention, in vLLM's forward context.
+        held: the layer, as `decode_ops.Layer`. Where something else is put in the place of what vLLM would run, that is called.
         ops: the module `decode_ops`.
-        stood: what vLLM would run. Where something else is put there, that is called.
         door: says whether it is ours at all.
     """
-    latents, turn, attend, layer, held = ops.latents, ops.turn, ops.attend, ops.encoded(name), ops.layers[name]
+    wrapper, stood, layer = held.wrapper, held.around, ops.encoded(held.name)
+    latents, turn, attend = ops.latents, ops.turn, ops.attend
     settings, pairs, heads = [*held.epsilons, *held.offsets], held.pairs, held.attention.num_heads
 
     @wraps(wrapper.forward)
@@ -287,7 +286,7 @@ def forward_of(wrapper: Any, name: str, ops: Any, stood: Native, door: Door) -> 
         # What is put there once vLLM has traced a model is in none of its graphs, with ours or without.
         if not torch.compiler.is_compiling() and (problem := stood.changed()) is not None:
             once(logging.WARNING, CHANGED, problem)
-            ops.layers[name].left = problem
+            held.left = problem
             return type(wrapper).forward(wrapper, positions, hidden_states, llama_4_scaling)
         rows = wrapper.fused_qkv_a_proj(hidden_states)[0]
         table = wrapper.rotary_emb.cos_sin_cache

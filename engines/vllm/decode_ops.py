@@ -30,6 +30,7 @@ from ...fusion.backends import listening, steps
 from ...fusion.latent_ops import MLA_QUERY_ABSORB, MLA_QUERY_ABSORB_STATIC_QUANT
 from ...fusion.ops.library import case_maker, declared, direct, repeating
 from ..native import Native
+from ..placement import is_looked_at
 from ..process import once
 from .decode_facts import CHANGED
 
@@ -255,15 +256,25 @@ def in_pieces() -> bool:
     return bool(get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE)
 
 
-layers: dict[str, Layer] = {}
-"""By name, of this process."""
+_HELD = "__layerfuse_decode__"
+
+
+def hold(layer: Layer) -> None:
+    """Let the attention of a layer hold what of ours stands there: engines of one process may have layers of one name."""
+    vars(layer.attention)[_HELD] = layer
+
+
+def layer_of(attention: Any) -> Layer:
+    """What it holds."""
+    found: Layer = vars(attention)[_HELD]
+    return found
 
 
 def _latents(rows: Tensor, positions: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     # The others are there for graphs that are to be vLLM's own. The layer knows them as they are now.
     layer_name = others[-1]
-    layer, tokens = layers[_plain(layer_name)], rows.shape[0]
-    metadata, _, cache, slots = vllm_mla.get_attention_context(layer.name)
+    metadata, attention, cache, slots = vllm_mla.get_attention_context(_plain(layer_name))
+    layer, tokens = layer_of(attention), rows.shape[0]
     normed, entries, apart = _made(rows, positions, others[0])
     parts = rows.split_with_sizes(layer.widths, -1)
     _here.decodes = layer.decodes(metadata, cache, slots, tokens)
@@ -286,17 +297,17 @@ def _made(rows: Tensor, _: Tensor, q_weight: Tensor, *__: Any) -> tuple[Tensor, 
 
 def _turn(q: Tensor, positions: Tensor, *others: Any) -> None:
     if not _here.decodes:
-        layer = layers[_plain(others[-1])]
+        layer = layer_of(get_forward_context().no_compile_layers[_plain(others[-1])])
         layer.rope_in_place(layer.heads(q), positions)
 
 
 def _attend(q: Tensor, entries: Tensor, apart: Tensor, positions: Tensor, output: Tensor, layer_name: Any) -> None:
-    layer = layers[_plain(layer_name)]
-    metadata, attention, cache, slots = vllm_mla.get_attention_context(layer.name)
+    metadata, attention, cache, slots = vllm_mla.get_attention_context(_plain(layer_name))
     if apart.dim() == 3:  # the graph is vLLM's own (`decode_beyond`)
         _as_vllm(attention, q, entries, apart, cache, metadata, slots, output, layer_name)
         return
-    layer.calls += 1
+    layer = layer_of(attention)
+    layer.calls += is_looked_at()
     heads = layer.heads(q)
     decodes = metadata is not None and metadata.num_actual_tokens == metadata.num_decode_tokens
     if decodes:

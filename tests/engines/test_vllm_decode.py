@@ -39,7 +39,7 @@ from test_vllm_plugin import (  # noqa: F401 (`fresh` is a fixture)
 )
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import mla
@@ -47,7 +47,7 @@ from vllm.model_executor.layers.attention import mla_attention
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from vllm_layers import RELEASE
 from vllm_paged import GUARD, paged, written
-from vllm_started import loaded_from_cache
+from vllm_started import engine_config, load, loaded_from_cache
 
 from layerfuse.engines.native import native_methods
 from layerfuse.engines.vllm import (
@@ -366,7 +366,7 @@ def test_a_refusal_elsewhere_meanwhile_leaves_a_step_as_it_began(tmp_path: Path)
     with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
         for requests, _ in STEPS[:2]:
             engine.step(requests)
-        made = [decode_ops.layers[name] for name in engine.layers]
+        made = [engine.layer(name) for name in engine.layers]
         for layer in made:
             layer.wrapper.q_b_proj.register_forward_hook(lambda *_, layer=layer: setattr(layer, "refused", True))
         with counting() as counted:
@@ -375,23 +375,38 @@ def test_a_refusal_elsewhere_meanwhile_leaves_a_step_as_it_began(tmp_path: Path)
     assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_absorb": 3}
 
 
+def test_a_second_engine_of_the_process_whose_layers_have_the_same_names_leaves_the_first_as_it_is(
+    tmp_path: Path,
+) -> None:
+    expected = own_states()
+    with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
+        second = engine_config("deepseek-v3", layerfuse=ON, mode="NONE")
+        with set_current_vllm_config(second):
+            other = load(second)
+        for parameter in other.model.parameters():
+            parameter.data.mul_(3)
+        assert engine.layers.keys() <= second.compilation_config.static_forward_context.keys()
+        for (requests, padded), own in zip(STEPS[:4], expected, strict=False):
+            torch.testing.assert_close(engine.step(requests, abs(padded)).float(), own, rtol=1e-4, atol=1e-5)
+
+
 def test_what_every_step_reads_is_the_models_own_and_sleeps_with_it(tmp_path: Path) -> None:
     """VLLM keeps a model's buffers while its memory is given away, and nothing else that was made as it was loaded."""
     with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
         found = {name: each for name, each in engine.engine.model.named_buffers() if name.endswith("layerfuse_rows")}
         (rows,) = found.values()
-        assert all(decode_ops.layers[name].rows is rows for name in engine.layers)
+        assert all(engine.layer(name).rows is rows for name in engine.layers)
         assert not any("layerfuse" in name for name in engine.engine.model.state_dict())
         most = engine.engine.config.scheduler_config.max_num_batched_tokens
         assert torch.equal(rows, torch.arange(most))
-        layer = decode_ops.layers[next(iter(engine.layers))]
+        layer = engine.layer(next(iter(engine.layers)))
         assert torch.equal(layer.buffer_slots(most + 3), torch.arange(most + 3))
 
 
 def test_the_query_of_many_tokens_is_that_of_few(tmp_path: Path) -> None:
     with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
         (name, attention), *_ = engine.layers.items()
-        layer = decode_ops.layers[name]
+        layer = engine.layer(name)
         q = torch.randn(100, attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim)
         positions = torch.arange(100)
         with counting() as counted:
@@ -416,7 +431,6 @@ def test_a_start_from_vllms_cache_is_the_same_and_takes_nothing_of_a_start_witho
     results = {}
     for start in ("cold", "without", "warm"):
         caplog.clear()
-        decode_ops.layers.clear()  # as in a new process
         before = loaded_from_cache()
         with monkeypatch.context() as patch:
             if start == "without":
@@ -657,7 +671,7 @@ def test_every_kind_of_layer_is_tried_with_every_way_to_launch_its_ops(
 ) -> None:
     caches: set[torch.dtype] = set()
     with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE", cache_dtype="fp8", profile=False) as engine:
-        made = [decode_ops.layers[name] for name in engine.layers]
+        made = [engine.layer(name) for name in engine.layers]
 
         def listen(op: str, given: tuple[Any, ...]) -> None:
             if op == decode_ops.WRITE:
@@ -675,7 +689,7 @@ def test_every_kind_of_layer_is_tried_with_every_way_to_launch_its_ops(
 
 def test_the_numbers_of_each_kind_of_layer_are_tried_once_and_nothing_else_sees_it(tmp_path: Path) -> None:
     with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
-        made, config = [decode_ops.layers[name] for name in engine.layers], engine.engine.config
+        made, config = [engine.layer(name) for name in engine.layers], engine.engine.config
         once = {"mla_norm_rope_cache_into": 2, "mla_query_rope": 1, "mla_query_absorb": 1}
         before, state = engine.bytes(), torch.get_rng_state()
         with counting() as counted:

@@ -23,6 +23,8 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
+from layerfuse.engines.vllm import decode_ops
+
 OWN = MLAAttention.forward
 """vLLM's own, before a test puts something in its place."""
 
@@ -184,6 +186,10 @@ class Paged:
             cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if pieces else CUDAGraphMode.NONE,
         ):
             return self.engine.model(*given)[:count]
+
+    def layer(self, name: str) -> Any:
+        """What of layerfuse's stands in a layer, by the name of its attention."""
+        return decode_ops.layer_of(self.layers[name])
 
     def bytes(self) -> dict[str, Tensor]:
         """All of every cache."""
