@@ -112,6 +112,11 @@ class HFConfig:
         """The sizes of a kind of layer by its fields, each as `count`."""
         return {field: self.count(names[0]) for field, names in keys.items()}
 
+    def untold(self, problem: str, total: int) -> list[Any]:
+        """Note why the kinds of so many layers cannot be told. What is returned stands in, and means nothing."""
+        self.problems.append(problem)
+        return ["full"] * total
+
     def number(self, key: str) -> float:
         """A positive number; else as `count`."""
         value = self.values.get(key)

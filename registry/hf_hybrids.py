@@ -38,12 +38,10 @@ def _listed(*keys: str) -> Words:
         key = next((key for key in keys if config.has(key)), keys[0])
         said = config.values.get(key)
         if not isinstance(said, (list, str)) or not said or len(said) != total:
-            config.problems.append(f"{key}: expected the kinds of {total} layers, got {shown(said)}")
-            return ["full"] * total
+            return config.untold(f"{key}: expected the kinds of {total} layers, got {shown(said)}", total)
         unknown = next((word for word in said if not isinstance(word, str) or word not in _KINDS), None)
         if unknown is not None:
-            config.problems.append(f"{key}: {shown(unknown)} is a kind of layer that no spec describes")
-            return ["full"] * total
+            return config.untold(f"{key}: {shown(unknown)} is a kind of layer that no spec describes", total)
         return [_KINDS[word] for word in said]
 
     return words
@@ -53,8 +51,7 @@ def _repeated(key: str) -> Words:
     def words(config: HFConfig, total: int) -> list[str]:
         said = config.values.get(key)
         if not isinstance(said, list) or not said or not all(isinstance(w, str) and w in _KINDS for w in said):
-            config.problems.append(f"{key}: expected the kinds of layers, got {shown(said)}")
-            return ["full"] * total
+            return config.untold(f"{key}: expected the kinds of layers, got {shown(said)}", total)
         # Griffin's attention has a window in all of its layers.
         return ["sliding" if _KINDS[word] == "full" else "ssm" for word in (said * total)[:total]]
 
@@ -66,8 +63,7 @@ def _bamba(config: HFConfig, total: int) -> list[str]:
         return _listed("layer_types")(config, total)
     full = config.values.get("attn_layer_indices")
     if full is not None and not (isinstance(full, list) and all(type(i) is int and 0 <= i < total for i in full)):
-        config.problems.append(f"attn_layer_indices: expected numbers of {total} layers, got {shown(full)}")
-        return ["full"] * total
+        return config.untold(f"attn_layer_indices: expected numbers of {total} layers, got {shown(full)}", total)
     return ["full" if index in (full or ()) else "ssm" for index in range(total)]
 
 

@@ -48,12 +48,12 @@ def layer_words(config: HFConfig, total: int, model_type: str, *, linear: bool) 
         return _kimi(config, kimi, total)
     if linear:
         if not config.has("full_attention_interval"):
-            config.problems.append("neither layer_types nor full_attention_interval says which layers are linear")
-            return _whole(total)
+            return config.untold("neither layer_types nor full_attention_interval says which layers are linear", total)
         return _periodic(config, "full_attention_interval", total, "linear")
     if isinstance(values.get("attn_type_list"), list) and any(word != 1 for word in values["attn_type_list"]):
-        config.problems.append("attn_type_list: has other layers than softmax attention (1), which are not read here")
-        return _whole(total)
+        return config.untold(
+            "attn_type_list: has other layers than softmax attention (1), which are not read here", total
+        )
     if not config.has("sliding_window") or values.get("use_sliding_window") is False:
         return _whole(total)
     return _sliding(config, total, model_type)
@@ -66,21 +66,19 @@ def _whole(total: int, word: Word = "full") -> list[Word]:
 def _listed(config: HFConfig, listed: Any, total: int) -> list[Word]:
     if not isinstance(listed, list) or len(listed) != total:
         found = f"{len(listed)} layers" if isinstance(listed, list) else shown(listed)
-        config.problems.append(f"layer_types: expected a list of {total} layers, got {found}")
-        return _whole(total)
+        return config.untold(f"layer_types: expected a list of {total} layers, got {found}", total)
     unknown = [word for word in listed if not isinstance(word, str) or word not in _LAYER_TYPES]
     if unknown:
-        config.problems.append(f"layer_types: {shown(unknown[0])} is a kind of layer that no spec describes")
-        return _whole(total)
+        return config.untold(f"layer_types: {shown(unknown[0])} is a kind of layer that no spec describes", total)
     words = [_LAYER_TYPES[word] for word in listed]
     if "linear" in words and not (
         config.has("linear_num_value_heads") or config.has("linear_num_heads") or config.has("linear_attn_config")
     ):
-        config.problems.append(
+        return config.untold(
             "layer_types: has linear_attention, and none of linear_num_value_heads, linear_num_heads and linear_attn_config "
-            "says the heads of a gated delta net: another kind of linear attention (MiniMax's), which no spec describes"
+            "says the heads of a gated delta net: another kind of linear attention (MiniMax's), which no spec describes",
+            total,
         )
-        return _whole(total)
     if "sliding" in words and not config.has("sliding_window"):
         config.problems.append("layer_types: has sliding_attention, and sliding_window is not set")
     return words
@@ -93,8 +91,7 @@ def _flagged(config: HFConfig, flags: Any, total: int) -> list[Word]:
         or len(flags) != total
         or not all(type(flag) is int and flag in (0, 1) for flag in flags)
     ):
-        config.problems.append(f"hybrid_layer_pattern: expected {total} times 0 or 1, got {shown(flags)}")
-        return _whole(total)
+        return config.untold(f"hybrid_layer_pattern: expected {total} times 0 or 1, got {shown(flags)}", total)
     return ["sliding" if flag else "full" for flag in flags]
 
 
@@ -102,13 +99,14 @@ def _kimi(config: HFConfig, kimi: Mapping[str, Any], total: int) -> list[Word]:
     """`kda_layers` and `full_attn_layers` count from 1, unlike `layer_types`."""
     full, linear = (_numbers(kimi.get(key)) for key in ("full_attn_layers", "kda_layers"))
     if full is None or linear is None:
-        config.problems.append("linear_attn_config: expected the lists full_attn_layers and kda_layers, counted from 1")
-        return _whole(total)
-    if sorted(full + linear) != list(range(1, total + 1)):
-        config.problems.append(
-            f"linear_attn_config: full_attn_layers and kda_layers do not share out the layers 1 to {total} between them"
+        return config.untold(
+            "linear_attn_config: expected the lists full_attn_layers and kda_layers, counted from 1", total
         )
-        return _whole(total)
+    if sorted(full + linear) != list(range(1, total + 1)):
+        return config.untold(
+            f"linear_attn_config: full_attn_layers and kda_layers do not share out the layers 1 to {total} between them",
+            total,
+        )
     return ["full" if index + 1 in set(full) else "linear" for index in range(total)]
 
 
@@ -120,8 +118,7 @@ def _periodic(config: HFConfig, key: str, total: int, others: Word) -> list[Word
     """Every n-th layer is full attention: layers n - 1, 2n - 1, ..., counted from 0."""
     period = config.count(key)
     if period < 1:
-        config.problems.append(f"{key}: expected at least 1, got {period}")
-        return _whole(total)
+        return config.untold(f"{key}: expected at least 1, got {period}", total)
     return ["full" if (index + 1) % period == 0 else others for index in range(total)]
 
 
@@ -139,8 +136,8 @@ def _sliding(config: HFConfig, total: int, model_type: str) -> list[Word]:
         return _whole(total, "sliding")
     if model_type in _EVEN_SLIDE:
         return ["sliding" if index % 2 == 0 else "full" for index in range(total)]
-    config.problems.append(
+    return config.untold(
         f"sliding_window = {shown(values['sliding_window'])}, and neither layer_types nor sliding_window_pattern says which "
-        "layers slide (null would say that none does)"
+        "layers slide (null would say that none does)",
+        total,
     )
-    return _whole(total)
