@@ -217,11 +217,12 @@ BEYOND = {
 """Steps of more than four tokens."""
 
 
-@pytest.mark.parametrize("fp8_linears", [False, True])
+@pytest.mark.parametrize(("fp8_linears", "split"), [(False, True), (True, False)])
 def test_beyond_graphs_every_op_is_vllms_and_its_attention_one_op_instead_of_two(
-    fp8_linears: bool, tmp_path: Path
+    fp8_linears: bool, split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit what vLLM gives, by the same ops as often: nothing is copied that vLLM does not copy."""
+    """Bit by bit what vLLM gives, by the same ops as often, whether graphs are split at attentions or not: nothing is copied that vLLM does not copy."""
+    monkeypatch.setattr(vllm_paged, "SPLIT", vllm_paged.SPLIT if split else [])
     given: dict[str, Any] = {"dtype": "bfloat16", "overrides": DENSE_FP8} if fp8_linears else {}
     found = []
     for on in (False, ON):
