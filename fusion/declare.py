@@ -35,7 +35,7 @@ class Source:
 class Argument:
     """One argument of an op."""
 
-    schema: ClassVar[str]
+    schema: ClassVar[str] = "Tensor"
     "Its type in torch's schema language."
 
     name: str
@@ -70,8 +70,6 @@ REQUIRED: Any = object()
 class Rows(Argument):
     """A tensor of rows, (..., width): any leading dimensions and row strides, last stride 1."""
 
-    schema = "Tensor"
-
     width: str = "width"
     "The name of its width. Rows of one width name are equally wide."
     like: str | None = None
@@ -104,8 +102,6 @@ class QuantisedRows(Rows):
 class RowScales(Argument):
     """The float32 scales of `QuantisedRows`, (..., width / 128 rounded up), of any strides: by rows or by columns."""
 
-    schema = "Tensor"
-
     of: str
     doc: str = "float32, (..., width / 128), rounded up: one per 128 columns of a row, in any strides."
 
@@ -113,8 +109,6 @@ class RowScales(Argument):
 @frozen(kw_only=True)
 class Weight(Argument):
     """A norm's weight, (width,), of any floating dtype."""
-
-    schema = "Tensor"
 
     of: str
     "The rows that it belongs to."
@@ -248,8 +242,6 @@ class Number(Argument):
 class StaticScale(Argument):
     """The scale of a static quantisation."""
 
-    schema = "Tensor"
-
     name: str = "scale"
     doc: str = "one float32 element on the device of the rows: values are divided by it."
 
@@ -268,8 +260,6 @@ class PaddedWidth(Argument):
 class Index(Argument):
     """A whole number for each token: int32 or int64, (tokens,), contiguous."""
 
-    schema = "Tensor"
-
     of: str
     "The rows whose tokens are numbered: their leading dimensions, counted as one, without heads."
 
@@ -286,8 +276,6 @@ class OptionalIndex(Index):
 class Table(Argument):
     """A table of cos or sin, (positions, width / 2), of any floating dtype, last stride 1."""
 
-    schema = "Tensor"
-
     of: str
     "The rows that are turned by it."
     partial: bool = False
@@ -297,8 +285,6 @@ class Table(Argument):
 @frozen(kw_only=True)
 class Cache(Argument):
     """A paged cache, which the op writes to, see `ops.cache_layout`."""
-
-    schema = "Tensor"
 
     parts: tuple[str, str]
     "The rows that lie beside each other in an entry: the latent, and the rope columns."
@@ -312,8 +298,6 @@ class HeadWeight(Argument):
     It may be a view, as long as one of the last two strides is 1.
     """
 
-    schema = "Tensor"
-
     of: str
     "The rows of heads that are multiplied by it."
 
@@ -321,8 +305,6 @@ class HeadWeight(Argument):
 @frozen(kw_only=True)
 class LinearWeight(Argument):
     """A linear's weight in fp8, (columns of the product, width of `of`); rows of any stride, last stride 1."""
-
-    schema = "Tensor"
 
     of: str
     "The rows that are multiplied by it."
@@ -351,8 +333,6 @@ class Bias(Argument):
 class BlockScales(Argument):
     """The float32 scales of a `LinearWeight`, one per 128 x 128, contiguous; the last blocks may be short."""
 
-    schema = "Tensor"
-
     weight: str
     doc: str = "float32, (columns / 128, width / 128), rounded up: one per block of the weight."
 
@@ -361,8 +341,6 @@ class BlockScales(Argument):
 class TokenScales(Argument):
     """The float32 scales of `QuantisedRows`, (..., 1), rows of any stride, or one element for all of them."""
 
-    schema = "Tensor"
-
     of: str
     doc: str = "float32, (..., 1): one per token, or one element for all."
 
@@ -370,8 +348,6 @@ class TokenScales(Argument):
 @frozen(kw_only=True)
 class ChannelScales(Argument):
     """The float32 scales of a `LinearWeight`: contiguous, one per column of the product in any shape, or one element for all of them."""
-
-    schema = "Tensor"
 
     weight: str
     doc: str = (
@@ -383,8 +359,6 @@ class ChannelScales(Argument):
 class ExpertWeights(Argument):
     """The weights of experts in fp8, (experts, columns of the product, width of `of`); last stride 1, columns and width divide by 128."""
 
-    schema = "Tensor"
-
     of: str
     "The rows that are multiplied by it, or the `ExpertWeights` whose product is: half as wide, gates times the others."
 
@@ -392,8 +366,6 @@ class ExpertWeights(Argument):
 @frozen(kw_only=True)
 class ExpertScales(Argument):
     """The float32 scales of `ExpertWeights`, one per 128 x 128, contiguous."""
-
-    schema = "Tensor"
 
     weights: str
     doc: str = "float32, (experts, columns / 128, width / 128), contiguous: one per block of the weights."
@@ -403,8 +375,6 @@ class ExpertScales(Argument):
 class RouterWeights(Argument):
     """What each expert that a token of `of` chose counts: (tokens, choices), float32, last stride 1."""
 
-    schema = "Tensor"
-
     of: str
     doc: str = "float32, (tokens, choices): what each chosen expert counts."
 
@@ -413,8 +383,6 @@ class RouterWeights(Argument):
 class ExpertIds(Argument):
     """The experts that were chosen, of the shape of the `RouterWeights` called `of`: int32 or int64, last stride 1."""
 
-    schema = "Tensor"
-
     of: str
     doc: str = "int32 or int64, (tokens, choices): the chosen experts. One that is none, as -1, counts nothing."
 
@@ -422,8 +390,6 @@ class ExpertIds(Argument):
 @frozen(kw_only=True)
 class Output(Argument):
     """What the op writes its result to: of the shape of the rows called `of`, any floating dtype, rows of any stride, last stride 1."""
-
-    schema = "Tensor"
 
     of: str
     is_mutated = True

@@ -43,68 +43,36 @@ EXPERTS = "experts"
 DECODE = "decode"
 
 
-@frozen(kw_only=True)
+@frozen
 class Role:
     """What stands at one kind of site."""
 
     name: str
-    doc: str
     norms: int
     "How many norms a chain at such a site has."
+    doc: str
 
 
 ROLES: dict[str, Role] = {
     role.name: role
     for role in (
+        Role(INPUT, 1, "the norm at the entry of a decoder layer, after the residual add of the layer before"),
+        Role(POST_ATTENTION, 1, "the norm between attention and MLP, after the residual add of the attention"),
+        Role(FINAL, 1, "the norm after the last decoder layer"),
+        Role(LATENTS, 2, "the norms of an MLA layer's query and key/value latents"),
+        Role(QK, 2, "the norms of a grouped-query attention's query and key heads, and the rope behind them"),
+        Role(OUTPUT, 1, "the gated norm of a delta net's value heads, or of a Mamba-2 layer"),
+        Role(ACTIVATION, 0, "the product inside a gated MLP, before its down-projection"),
         Role(
-            name=INPUT,
-            doc="the norm at the entry of a decoder layer, after the residual add of the layer before",
-            norms=1,
+            LINEAR,
+            0,
+            "a linear of attention, an MLP or shared experts, in an engine that has a place for another product there",
         ),
+        Role(EXPERTS, 0, "the routed experts of a mixture, in such an engine"),
         Role(
-            name=POST_ATTENTION,
-            doc="the norm between attention and MLP, after the residual add of the attention",
-            norms=1,
-        ),
-        Role(
-            name=FINAL,
-            doc="the norm after the last decoder layer",
-            norms=1,
-        ),
-        Role(
-            name=LATENTS,
-            doc="the norms of an MLA layer's query and key/value latents",
-            norms=2,
-        ),
-        Role(
-            name=QK,
-            doc="the norms of a grouped-query attention's query and key heads, and the rope behind them",
-            norms=2,
-        ),
-        Role(
-            name=OUTPUT,
-            doc="the gated norm of a delta net's value heads, or of a Mamba-2 layer",
-            norms=1,
-        ),
-        Role(
-            name=ACTIVATION,
-            doc="the product inside a gated MLP, before its down-projection",
-            norms=0,
-        ),
-        Role(
-            name=LINEAR,
-            doc="a linear of attention, an MLP or shared experts, in an engine that has a place for another product there",
-            norms=0,
-        ),
-        Role(
-            name=EXPERTS,
-            doc="the routed experts of a mixture, in such an engine",
-            norms=0,
-        ),
-        Role(
-            name=DECODE,
-            doc="what stands around an MLA layer's attention in a decode step, in an engine that has a place for all of it",
-            norms=0,
+            DECODE,
+            0,
+            "what stands around an MLA layer's attention in a decode step, in an engine that has a place for all of it",
         ),
     )
 }
