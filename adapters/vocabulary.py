@@ -66,10 +66,9 @@ TRANSFORMERS_MLA = Facts(
     MLASpec,
     _MLA_DIMS
     | _latent_norms("variance_epsilon", kv_feeds=("kv_b_proj",))
+    | _same("num_heads", "hidden_size")
     | {
         "rope": _FROM_THE_MODEL,
-        "num_heads": "num_heads",
-        "hidden_size": "hidden_size",
         "layer_index": "layer_idx",
         "softmax_scale": "scaling",
         # Attributes stay the whole model's under transformers' tensor parallelism; only the weight is a shard.
@@ -82,12 +81,10 @@ VLLM_MLA = Facts(
     MLASpec,
     _MLA_DIMS
     | _latent_norms("variance_epsilon")
+    | _same("num_heads", "num_local_heads", "hidden_size")
     | {
         # The wrapper has it in every layer; Kimi's, which have no rope, hold None there and nothing on themselves.
         "rope": rope_module("mla_attn.rotary_emb", "cos_sin"),
-        "num_heads": "num_heads",
-        "num_local_heads": "num_local_heads",
-        "hidden_size": "hidden_size",
         # The module keeps no index; its wrapper keeps the name. LongCat holds two attentions per decoder layer.
         "layer_index": _read_as("mla_attn.prefix", "name_index_of_pairs"),
         "softmax_scale": "scaling",
@@ -126,46 +123,23 @@ VLLM_MLA_KERNEL = Facts(
     },
 )
 
-SGLANG_MLA = Facts(
-    MLASpec,
-    _MLA_DIMS
-    | _latent_norms("variance_epsilon")
-    | {
-        # None where the layer was built to skip it.
-        "rope": rope_module("rotary_emb", "cos_sin"),
-        "num_heads": "num_heads",
-        "num_local_heads": "num_local_heads",
-        "hidden_size": "hidden_size",
-        "layer_index": "layer_id",
-        "softmax_scale": "scaling",
-        "tp_rank": "o_proj.tp_group.rank_in_group",
-    },
+SGLANG_MLA = VLLM_MLA.but(
+    # None where the layer was built to skip it.
+    rope=rope_module("rotary_emb", "cos_sin"),
+    layer_index="layer_id",
+    tp_rank="o_proj.tp_group.rank_in_group",
 )
 
-ATOM_MLA = Facts(
-    MLASpec,
-    _MLA_DIMS
-    | _latent_norms("eps")
-    | {
-        "rope": rope_module("rotary_emb", "cos_and_sin"),
-        "num_heads": "num_heads",
-        "num_local_heads": "num_local_heads",
-        "hidden_size": "hidden_size",
-        "layer_index": "layer_num",
-        "softmax_scale": "scaling",
-        # The output projection may be an Identity (Kimi-K3); the latent's up-projection is always there.
-        "tp_rank": "kv_b_proj.tp_rank",
-    },
+ATOM_MLA = VLLM_MLA.but(
+    **_latent_norms("eps"),
+    rope=rope_module("rotary_emb", "cos_and_sin"),
+    layer_index="layer_num",
+    # The output projection may be an Identity (Kimi-K3); the latent's up-projection is always there.
+    tp_rank="kv_b_proj.tp_rank",
 )
-ATOM_MLA_KERNEL = Facts(
-    MLAKernelSpec,
-    _MLA_DIMS
-    | {
-        "num_local_heads": "num_heads",
-        "softmax_scale": "scale",
-        "layer_index": "layer_num",
-        "outer": const("the attention layer that holds it (DeepseekV2MLAAttention or KimiFullAttention)"),
-    },
+ATOM_MLA_KERNEL = VLLM_MLA_KERNEL.but(
+    layer_index="layer_num",
+    outer=const("the attention layer that holds it (DeepseekV2MLAAttention or KimiFullAttention)"),
 )
 
 # ---- query and key ---------------------------------------------------------------------------------------------------
@@ -200,27 +174,21 @@ _KDA_HEADS = {
 TRANSFORMERS_KDA = Facts(
     GatedDeltaNetSpec,
     _KDA_HEADS
+    | _same("conv_kernel_size", "hidden_size")
     | {
-        "conv_kernel_size": "conv_kernel_size",
-        "hidden_size": "hidden_size",
         "layer_index": "layer_idx",
         "output_norm": gated_norm("o_norm", epsilon="variance_epsilon", feeds=["o_proj"]),
         "tp_weight": "o_proj.in_features",
     },
 )
-VLLM_KDA = Facts(
-    GatedDeltaNetSpec,
-    _KDA_HEADS
-    | {
-        "num_local_k_heads": "local_num_heads",
-        "num_local_v_heads": "local_num_heads",
-        "conv_kernel_size": "conv_size",
-        "hidden_size": "hidden_size",
-        "layer_index": "layer_idx",
-        "output_norm": gated_norm("o_norm", epsilon="eps", feeds=["o_proj"]),
-        "tp_size": "tp_size",
-        "tp_rank": "tp_rank",
-    },
+VLLM_KDA = TRANSFORMERS_KDA.but(
+    num_local_k_heads="local_num_heads",
+    num_local_v_heads="local_num_heads",
+    conv_kernel_size="conv_size",
+    output_norm=gated_norm("o_norm", epsilon="eps", feeds=["o_proj"]),
+    tp_weight=None,
+    tp_size="tp_size",
+    tp_rank="tp_rank",
 )
 SGLANG_KDA = VLLM_KDA.but(
     # Sharded by a degree of its own under data-parallel attention; older releases had only the second name.
@@ -266,17 +234,14 @@ SGLANG_GDN = VLLM_GDN.but(
         feeds=["out_proj"],
     ),
 )
-ATOM_GDN = VLLM_GDN.but(
-    output_norm={**VLLM_GDN.words["output_norm"], "activation": const("silu")},
-)
+ATOM_GDN = VLLM_GDN.but(output_norm={**VLLM_GDN.words["output_norm"], "activation": const("silu")})
 SGLANG_GDN_KERNEL = Facts(
     GatedDeltaNetKernelSpec,
-    {
+    _same("head_k_dim", "head_v_dim")
+    | {
         # Unlike on the layer around it, these are this rank's.
         "num_local_k_heads": "num_k_heads",
         "num_local_v_heads": "num_v_heads",
-        "head_k_dim": "head_k_dim",
-        "head_v_dim": "head_v_dim",
         "layer_index": "layer_id",
         "outer": const("the delta-net layer whose .attn it is"),
     },
@@ -307,48 +272,33 @@ TRANSFORMERS_GQA = Facts(
         "tp_weight": "o_proj.in_features",
     },
 )
-VLLM_GPT_OSS = Facts(
-    GQASpec,
-    {
-        "num_heads": "num_attention_heads",
-        "num_local_heads": "num_local_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        # A plain floor division: 0 when ranks outnumber KV heads, which the spec then refuses by name.
-        "num_local_kv_heads": "num_local_key_value_heads",
-        "head_dim": "head_dim",
-        "v_head_dim": "attn.head_size_v",
-        "softmax_scale": "scaling",
-        "sliding_window": "attn.sliding_window",
-        "has_sinks": _read_as("sinks", "present"),
-        "hidden_size": "hidden_size",
-        "layer_index": "layer_idx",
-        "tp_rank": "o_proj.tp_rank",
-    },
-)
-ATOM_GPT_OSS = VLLM_GPT_OSS.but(v_head_dim="head_dim", sliding_window="attn.impl.sliding_window")
-
-_TOTAL_COUNTS = {
-    "num_heads": "total_num_heads",
-    "num_local_heads": "num_heads",
-    "num_kv_heads": "total_num_kv_heads",
-    "num_local_kv_heads": "num_kv_heads",
-}
-"""Where a layer holds `total_num_heads`, its `num_heads` is this rank's."""
-
 VLLM_GQA = Facts(
     GQASpec,
-    _TOTAL_COUNTS
+    _same("head_dim", "hidden_size")
     | {
-        "head_dim": "head_dim",
+        # Where a layer holds `total_num_heads`, its `num_heads` is this rank's.
+        "num_heads": "total_num_heads",
+        "num_local_heads": "num_heads",
+        "num_kv_heads": "total_num_kv_heads",
+        "num_local_kv_heads": "num_kv_heads",
         "v_head_dim": "attn.head_size_v",
         "softmax_scale": "scaling",
         "sliding_window": "attn.sliding_window",
         "has_sinks": "attn.has_sink",
-        "hidden_size": "hidden_size",
         "layer_index": _read_as("attn.layer_name", "name_index"),
         "tp_rank": "o_proj.tp_rank",
     },
 )
+VLLM_GPT_OSS = VLLM_GQA.but(
+    num_heads="num_attention_heads",
+    num_local_heads="num_local_attention_heads",
+    num_kv_heads="num_key_value_heads",
+    # A plain floor division: 0 when ranks outnumber KV heads, which the spec then refuses by name.
+    num_local_kv_heads="num_local_key_value_heads",
+    has_sinks=_read_as("sinks", "present"),
+    layer_index="layer_idx",
+)
+ATOM_GPT_OSS = VLLM_GPT_OSS.but(v_head_dim="head_dim", sliding_window="attn.impl.sliding_window")
 SGLANG_GQA = VLLM_GQA.but(
     v_head_dim="attn.v_head_dim",
     sliding_window=_read_as("attn.sliding_window_size", "window_before"),
@@ -376,30 +326,21 @@ VLLM_GQA_KERNEL = Facts(
         "outer": _read_as("layer_name", "parent_name"),
     },
 )
-SGLANG_GQA_KERNEL = Facts(
-    GQAKernelSpec,
-    {
-        "num_local_heads": "tp_q_head_num",
-        "num_local_kv_heads": "tp_k_head_num",
-        "head_dim": "head_dim",
-        "v_head_dim": "v_head_dim",
-        "softmax_scale": "scaling",
-        "sliding_window": _read_as("sliding_window_size", "window_before"),
-        "layer_index": "layer_id",
-        "outer": const("the attention layer whose .attn, .attn_mqa or .attn_mha it is"),
-    },
+SGLANG_GQA_KERNEL = VLLM_GQA_KERNEL.but(
+    num_local_heads="tp_q_head_num",
+    num_local_kv_heads="tp_k_head_num",
+    **_same("head_dim", "v_head_dim"),
+    softmax_scale="scaling",
+    sliding_window=_read_as("sliding_window_size", "window_before"),
+    layer_index="layer_id",
+    outer=const("the attention layer whose .attn, .attn_mqa or .attn_mha it is"),
 )
-ATOM_GQA_KERNEL = Facts(
-    GQAKernelSpec,
-    {
-        "num_local_heads": "num_heads",
-        "num_local_kv_heads": "num_kv_heads",
-        "head_dim": "head_dim",
-        # The same class wraps MLA in its absorbed form, whose value is the latent and which has no window.
-        "v_head_dim": ["impl.kv_lora_rank", "head_dim"],
-        "softmax_scale": "scale",
-        "sliding_window": ["impl.sliding_window", _read_as("impl.kv_lora_rank", "none")],
-        "layer_index": "layer_num",
-        "outer": const("the attention layer whose .attn it is"),
-    },
+ATOM_GQA_KERNEL = VLLM_GQA_KERNEL.but(
+    head_dim="head_dim",
+    # The same class wraps MLA in its absorbed form, whose value is the latent and which has no window.
+    v_head_dim=["impl.kv_lora_rank", "head_dim"],
+    softmax_scale="scale",
+    sliding_window=["impl.sliding_window", _read_as("impl.kv_lora_rank", "none")],
+    layer_index="layer_num",
+    outer=const("the attention layer whose .attn it is"),
 )
