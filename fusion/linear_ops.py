@@ -43,8 +43,10 @@ at 32 they are where a weight is large."""
 LARGE = 1 << 25
 """Numbers of an fp8 weight with a scale per column from which CUTLASS is as fast (bench/results/few_token_channels-nvidia-h100.json)."""
 
-LARGE_BLOCKS = 40_000_000
-"""The same of an fp8 weight in blocks of 128 x 128, from which DeepGEMM and FlashInfer are (bench/results/few_token_large-nvidia-h100.json)."""
+LARGE_BLOCKS = 70_000_000
+"""The same of an fp8 weight in blocks of 128 x 128, from which DeepGEMM and FlashInfer are (bench/results/few_token_large-nvidia-h100.json). Alone they
+are from 42 million on; in vLLM's step 66 million were 7 us faster by layerfuse (`qwen3-32b-fp8-rank4` in vllm_engine_torch_2_14-nvidia-h100.json), as
+such a product asks for its weights while the kernel in front of it runs."""
 
 WIDEST = 65536
 """Columns of a product up to which it is layerfuse's."""

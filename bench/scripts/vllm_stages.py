@@ -166,7 +166,7 @@ STAGES = {
     # On Hopper vLLM takes FlashInfer for a delta net's prefill, which is not measured here: its kernel is compiled by nvcc.
     "qwen3-next": Stage("qwen3-next", {"default": Arm(), "all": Arm(("gated_rms_norm", "add_rms_norm"))},
                         engine={"gdn_prefill_backend": "triton"}),
-    "qwen3-next-fp8": Stage("qwen3-next-fp8", _BLOCKS | _WITHOUT_GATED | {"gated": _GATED}, _WAYS | _KERNELS, variables=_SKIP, engine=_UNTRIED | {"gdn_prefill_backend": "triton"}, cache=8 << 30, needs=230),
+    "qwen3-next-fp8": Stage("qwen3-next-fp8", _BLOCKS | _WITHOUT_GATED | {"gated": _GATED}, _WAYS | _KERNELS, variables=_SKIP, engine=_UNTRIED | {"gdn_prefill_backend": "triton"}, cache=3 << 30, needs=230),
     # The same where vLLM compiles nothing.
     "deepseek-v3-rank8-dense-uncompiled": Stage("deepseek-v3-rank8-dense", _SEAMS, _UNCOMPILED, variables=_SKIP | _BREAKABLE, engine=_UNTRIED, needs=230),
     **{
