@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 from contextlib import suppress
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from itertools import starmap
 from pathlib import Path
@@ -85,8 +85,8 @@ def diagnose() -> Diagnosis:
         gpu,
         _compiler(),
         *map(_version, ENGINES),
-        *inside_vllm(),
-        *inside_sglang(),
+        *inside("vllm"),
+        *inside("sglang"),
         find_aiter(),
         *plugins(),
         *environment(
@@ -100,8 +100,8 @@ def diagnose() -> Diagnosis:
         findings=tuple(findings),
         enables=enables,
         aiter=aiter_bindings(),
-        vllm=places_in_vllm(),
-        sglang=places_in_sglang(),
+        vllm=places_in("vllm"),
+        sglang=places_in("sglang"),
     )
 
 
@@ -146,42 +146,23 @@ def _compiler() -> Finding:
 # ---- engines ---------------------------------------------------------------------------------------------------------
 
 
-def inside_vllm() -> list[Finding]:
-    """Whether the installed vLLM is one that layerfuse can work inside of, by its source; nothing without vLLM."""
-    from .engines.vllm.places import inside
-
-    version, folder = _version("vllm"), _source_of("vllm")
+def inside(engine: str) -> list[Finding]:
+    """Whether the installed vLLM or SGLang is one that layerfuse can work inside of, by its source; nothing without it."""
+    version, folder = _version(engine), _source_of(engine)
     if version.state == "absent" or folder is None:
         return []
-    state, detail = inside(version.detail, folder)
-    return [Finding(name="inside vllm", state=state, detail=detail)]
+    state, detail = _places_of(engine).inside(version.detail, folder)
+    return [Finding(name=f"inside {engine}", state=state, detail=detail)]
 
 
-def inside_sglang() -> list[Finding]:
-    """The same for SGLang."""
-    from .engines.sglang.places import inside
-
-    version, folder = _version("sglang"), _source_of("sglang")
-    if version.state == "absent" or folder is None:
-        return []
-    state, detail = inside(version.detail, folder)
-    return [Finding(name="inside sglang", state=state, detail=detail)]
+def places_in(engine: str) -> tuple[Finding, ...]:
+    """Every place that layerfuse stands at in vLLM or SGLang, and whether the installed source has it as expected; empty without it."""
+    folder = _source_of(engine)
+    return () if folder is None else tuple(starmap(_place, _places_of(engine).places(folder)))
 
 
-def places_in_vllm() -> tuple[Finding, ...]:
-    """Every place that layerfuse stands at in vLLM, and whether the installed source has it as expected; empty without vLLM."""
-    from .engines.vllm.places import places
-
-    folder = _source_of("vllm")
-    return () if folder is None else tuple(starmap(_place, places(folder)))
-
-
-def places_in_sglang() -> tuple[Finding, ...]:
-    """The same for SGLang."""
-    from .engines.sglang.places import places
-
-    folder = _source_of("sglang")
-    return () if folder is None else tuple(starmap(_place, places(folder)))
+def _places_of(engine: str) -> Any:
+    return import_module(f"{__package__}.engines.{engine}.places")
 
 
 def _place(name: str, does: str, problem: str | None) -> Finding:

@@ -179,7 +179,7 @@ def test_an_installed_vllm_is_read_for_the_hooks_and_not_imported(version, gone,
     folder = packages("vllm", dist="vllm", version=version, files=["__init__.py", *SOURCES])
     for name, text in SOURCES.items():
         (folder / name).write_text(text.replace(gone, "other") if gone else text, encoding="utf-8")
-    (found,) = doctor.inside_vllm()
+    (found,) = doctor.inside("vllm")
     assert found.state == state
     assert detail in found.detail
     assert "vllm" not in sys.modules
@@ -216,7 +216,7 @@ def test_places_in_vllm_that_are_as_expected_are_one_line_and_others_are_named(p
     )
     out = run("doctor").out
     shown = out[out.index("Where layerfuse stands in vLLM, by its source\n") :].partition("\n\n")[0].splitlines()[1:]
-    fine = sum(place.state == "found" for place in doctor.places_in_vllm())
+    fine = sum(place.state == "found" for place in doctor.places_in("vllm"))
     assert shown[0].split(maxsplit=3) == [str(fine), "places", "yes", "as expected; --json lists them"]
     others = [name for name, place in found.items() if place["state"] != "found"]
     assert {line.split()[0] for line in shown[1:] if not line.startswith(" ")} == set(others)
@@ -228,7 +228,7 @@ def test_what_keeps_vllm_from_loading_the_plugin_is_said(packages, monkeypatch):
     for name, text in SOURCES.items():
         (folder / name).write_text(text, encoding="utf-8")
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    (found,) = doctor.inside_vllm()
+    (found,) = doctor.inside("vllm")
     assert (found.state, found.detail) == ("absent", "VLLM_PLUGINS=other keeps vLLM from loading it")
 
 

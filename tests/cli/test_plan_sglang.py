@@ -109,7 +109,7 @@ def test_an_installed_sglang_is_read_and_not_imported(version, runner, state, de
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    (found,) = doctor.inside_sglang()
+    (found,) = doctor.inside("sglang")
     assert found.state == state
     assert detail in found.detail
     places = json.loads(run("doctor", "--json").out)["sglang"]
@@ -119,6 +119,6 @@ def test_an_installed_sglang_is_read_and_not_imported(version, runner, state, de
     assert "is expected to take self, x, residual, post_residual_addition" in places[f"{norms}:GemmaRMSNorm"]["detail"]
     assert "Where layerfuse stands in SGLang, by its source" in run("doctor").out
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
-    (found,) = doctor.inside_sglang()
+    (found,) = doctor.inside("sglang")
     assert found.state == ("broken" if state == "broken" else "absent")
     assert "sglang" not in sys.modules
