@@ -62,102 +62,73 @@ _FC1_OF_LAYER = _layer("self_attn", "out_proj", _FIRST["qkv"], ("self_attn_layer
 _GPT2 = _layer("attn", "c_proj", _FIRST["c_attn"], ("ln_1", "ln_2"), ["mlp.c_fc"], unless="crossattention")
 _NEOX = _layer("attention", "dense", _FIRST["merged"], _USUAL, [_4H_UP])
 
-_LAYERS: dict[str, tuple[Facts, ...]] = {
-    "BioGptDecoderLayer": (_FC1_OF_LAYER, FC),
-    "BloomBlock": (
-        _layer(
-            *("self_attention", "dense", _FIRST["merged"], _USUAL, [_4H_UP]),
-            unless="apply_residual_connection_post_layernorm",
-        ),
-    ),
-    "CodeGenBlock": (_layer("attn", "out_proj", ["qkv_proj"], ["ln_1"], ["mlp.fc_in"], **_AT_ONCE),),
-    "CohereDecoderLayer": (_llama(_GATE_UP, _COHERE[:1], **_AT_ONCE),),
-    "Cohere2DecoderLayer": (_llama(_GATE_UP, _COHERE[:1], **_AT_ONCE),),
+_FALCON = _layer(
+    *("self_attention", "dense", _FIRST["merged"], _USUAL, [_4H_UP]),
+    parallel_residual="config.parallel_attn",
+    # Of the larger ones, whose two norms have other names.
+    unless="ln_attn",
+)
+_BLOOM = _layer(
+    *("self_attention", "dense", _FIRST["merged"], _USUAL, [_4H_UP]),
+    unless="apply_residual_connection_post_layernorm",
+)
+_GPT_NEO = _layer(
+    *("attn.attention", "out_proj", _FIRST["qkv"], ("ln_1", "ln_2"), ["mlp.c_fc"]),
+    layer_index="attn.attention.layer_id",
+)
+_COHERE_LAYER = _llama(_GATE_UP, _COHERE[:1], **_AT_ONCE)
+_LAYERS: dict[str, tuple[str, Facts, str, str]] = {
+    "BioGpt": ("DecoderLayer", _FC1_OF_LAYER, "layers", "layer_norm"),
+    "Bloom": ("Block", _BLOOM, "h", "ln_f"),
+    "CodeGen": ("Block", _layer("attn", "out_proj", ["qkv_proj"], ["ln_1"], ["mlp.fc_in"], **_AT_ONCE), "h", "ln_f"),
+    "Cohere": ("DecoderLayer", _COHERE_LAYER, "layers", "norm"),
+    "Cohere2": ("DecoderLayer", _COHERE_LAYER, "layers", "norm"),
     # With RMSNorms where the config says their epsilon.
-    "Cohere2MoeDecoderLayer": (_llama(_GATE_UP, _COHERE[:1], **_AT_ONCE, unless="self_attn.config.rms_norm_eps"),),
-    "CpmAntTransformerBlock": (
-        _layer(
-            *("self_att.self_attention", "attention_out", ["project_q", "project_k", "project_v"], _CPMANT),
-            ["ffn.ffn.w_in.w_0", "ffn.ffn.w_in.w_1"],
-        ),
-    ),
-    "EncoderLayer": (
-        _layer("multi_head_attention", "dense", ["Wq", "Wk", "Wv"], ("layernorm1", "layernorm2"), ["ffn.0"]),
-        plain_mlp("ffn.0", "ffn.2", "ffn.1"),
-    ),
-    "FalconDecoderLayer": (
-        _layer(
-            *("self_attention", "dense", _FIRST["merged"], _USUAL, [_4H_UP]),
-            parallel_residual="config.parallel_attn",
-            # Of the larger ones, whose two norms have other names.
-            unless="ln_attn",
-        ),
-    ),
-    "GPT2Block": (_GPT2.but(hidden_size="attn.embed_dim", tp_weight="attn.c_proj"),),
-    "GPTBigCodeBlock": (_GPT2,),
-    "GPTJBlock": (_layer("attn", "out_proj", _FIRST["qkv"], ["ln_1"], ["mlp.fc_in"], **_AT_ONCE),),
-    "GPTNeoBlock": (
-        _layer(
-            *("attn.attention", "out_proj", _FIRST["qkv"], ("ln_1", "ln_2"), ["mlp.c_fc"]),
-            layer_index="attn.attention.layer_id",
-        ),
-    ),
-    "GPTNeoXLayer": (_NEOX.but(parallel_residual="use_parallel_residual"),),
+    "Cohere2Moe": ("DecoderLayer", _COHERE_LAYER.but(unless="self_attn.config.rms_norm_eps"), "layers", "norm"),
+    "Falcon": ("DecoderLayer", _FALCON, "h", "ln_f"),
+    "GPT2": ("Block", _GPT2.but(hidden_size="attn.embed_dim", tp_weight="attn.c_proj"), "h", "ln_f"),
+    "GPTBigCode": ("Block", _GPT2, "h", "ln_f"),
+    "GPTJ": ("Block", _layer("attn", "out_proj", _FIRST["qkv"], ["ln_1"], ["mlp.fc_in"], **_AT_ONCE), "h", "ln_f"),
+    "GPTNeo": ("Block", _GPT_NEO, "h", "ln_f"),
+    "GPTNeoX": ("Layer", _NEOX.but(parallel_residual="use_parallel_residual"), "layers", "final_layer_norm"),
     # The last one's attention has a bias beside it, which is added too.
-    "GPTNeoXJapaneseLayer": (_NEOX.but(added_as_given=const(False)),),
-    "Jais2DecoderLayer": (_llama(["mlp.up_proj"]),),
-    "MptBlock": (_layer("attn", "out_proj", ["Wqkv"], ("norm_1", "norm_2"), ["ffn.up_proj"]),),
-    "MusicgenMelodyDecoderLayer": (_FC1_OF_LAYER, FC),
-    "NemotronDecoderLayer": (_llama(["mlp.up_proj"], _NEMOTRON),),
-    "OlmoDecoderLayer": (_llama(_GATE_UP, _OLMO),),
-    "OPTDecoderLayer": (_FC1_OF_LAYER.but(unless={"path": "do_layer_norm_before", "as": "not"}), FC),
-    "PersimmonDecoderLayer": (_layer("self_attn", "dense", _FIRST["merged"], _USUAL, [_4H_UP]),),
-    "PhiDecoderLayer": (_layer("self_attn", "dense", _FIRST["qkv"], _USUAL[:1], ["mlp.fc1"], **_AT_ONCE),),
-    "PhimoeDecoderLayer": (_llama([]),),
-    "StableLmDecoderLayer": (_llama(_GATE_UP, parallel_residual="use_parallel_residual"),),
-    "Starcoder2DecoderLayer": (_llama(["mlp.c_fc"]),),
-    "XGLMDecoderLayer": (_FC1_OF_LAYER.but(unless="encoder_attn"), FC),
+    "GPTNeoXJapanese": ("Layer", _NEOX.but(added_as_given=const(False)), "layers", "final_layer_norm"),
+    "Jais2": ("DecoderLayer", _llama(["mlp.up_proj"]), "layers", "norm"),
+    "Mpt": ("Block", _layer("attn", "out_proj", ["Wqkv"], ("norm_1", "norm_2"), ["ffn.up_proj"]), "blocks", "norm_f"),
+    "Nemotron": ("DecoderLayer", _llama(["mlp.up_proj"], _NEMOTRON), "layers", "norm"),
+    "Olmo": ("DecoderLayer", _llama(_GATE_UP, _OLMO), "layers", "norm"),
+    "Persimmon": (
+        "DecoderLayer",
+        _layer("self_attn", "dense", _FIRST["merged"], _USUAL, [_4H_UP]),
+        "layers",
+        "final_layernorm",
+    ),
+    "Phi": (
+        "DecoderLayer",
+        _layer("self_attn", "dense", _FIRST["qkv"], _USUAL[:1], ["mlp.fc1"], **_AT_ONCE),
+        "layers",
+        "final_layernorm",
+    ),
+    "Phimoe": ("DecoderLayer", _llama([]), "layers", "norm"),
+    "StableLm": ("DecoderLayer", _llama(_GATE_UP, parallel_residual="use_parallel_residual"), "layers", "norm"),
+    "Starcoder2": ("DecoderLayer", _llama(["mlp.c_fc"]), "layers", "norm"),
+    "XGLM": ("DecoderLayer", _FC1_OF_LAYER.but(unless="encoder_attn"), "layers", "layer_norm"),
 }
+"""What a model's class names begin with -> the end of its decoder layer's, the facts of that, and where the model holds its layers and its final norm."""
 
-_MODELS = {
-    "BioGpt": ("BioGptDecoderLayer", "layers", "layer_norm"),
-    "Bloom": ("BloomBlock", "h", "ln_f"),
-    "CTRL": ("EncoderLayer", "h", "layernorm"),
-    "CodeGen": ("CodeGenBlock", "h", "ln_f"),
-    "Cohere": ("CohereDecoderLayer", "layers", "norm"),
-    "Cohere2": ("Cohere2DecoderLayer", "layers", "norm"),
-    "Cohere2Moe": ("Cohere2MoeDecoderLayer", "layers", "norm"),
-    "Falcon": ("FalconDecoderLayer", "h", "ln_f"),
-    "GPT2": ("GPT2Block", "h", "ln_f"),
-    "GPTBigCode": ("GPTBigCodeBlock", "h", "ln_f"),
-    "GPTJ": ("GPTJBlock", "h", "ln_f"),
-    "GPTNeo": ("GPTNeoBlock", "h", "ln_f"),
-    "GPTNeoX": ("GPTNeoXLayer", "layers", "final_layer_norm"),
-    "GPTNeoXJapanese": ("GPTNeoXJapaneseLayer", "layers", "final_layer_norm"),
-    "Jais2": ("Jais2DecoderLayer", "layers", "norm"),
-    "Mpt": ("MptBlock", "blocks", "norm_f"),
-    "Nemotron": ("NemotronDecoderLayer", "layers", "norm"),
-    "Olmo": ("OlmoDecoderLayer", "layers", "norm"),
-    "Persimmon": ("PersimmonDecoderLayer", "layers", "final_layernorm"),
-    "Phi": ("PhiDecoderLayer", "layers", "final_layernorm"),
-    "Phimoe": ("PhimoeDecoderLayer", "layers", "norm"),
-    "StableLm": ("StableLmDecoderLayer", "layers", "norm"),
-    "Starcoder2": ("Starcoder2DecoderLayer", "layers", "norm"),
-    "XGLM": ("XGLMDecoderLayer", "layers", "layer_norm"),
-}
+_CTRL_LAYER = _layer("multi_head_attention", "dense", ["Wq", "Wk", "Wv"], ("layernorm1", "layernorm2"), ["ffn.0"])
+_CPMANT_LAYER = _layer(
+    *("self_att.self_attention", "attention_out", ["project_q", "project_k", "project_v"], _CPMANT),
+    ["ffn.ffn.w_in.w_0", "ffn.ffn.w_in.w_1"],
+)
+_OPT_LAYER = _FC1_OF_LAYER.but(unless={"path": "do_layer_norm_before", "as": "not"})
+_OWN_MLPS = ("BioGpt", "XGLM")
+"""Whose decoder layers are their MLPs too."""
 
 # ---- all of them
 
 _CTRL = "transformers.models.ctrl"
 _OPENAI = "transformers.models.openai"
-_SHARED_NAMES = {"EncoderLayer": _CTRL, "MultiHeadAttention": _CTRL}
-"""Classes whose names others have too."""
-
-
-def _key(name: str) -> str:
-    return f"{_SHARED_NAMES.get(name, 'transformers')}:{name}"
-
-
 _OPENAI_LAYER = Facts(
     ResidualSpec,
     {
@@ -176,12 +147,25 @@ _OPENAI_LAYER = Facts(
 LAYER_NORM_DECODERS = Adapter(
     "layer_norm_decoders",
     layers={
-        **{_key(f"{name}Attention"): facts for name, facts in ATTENTIONS.items()},
-        **{_key(f"{name}MLP"): facts for name, facts in MLPS.items()},
-        **{_key(name): facts for name, facts in _LAYERS.items()},
-        **{f"transformers:{name}Model": streams.final_norm(_LAYERS[of][0], *at) for name, (of, *at) in _MODELS.items()},
+        # A class whose name others have too.
+        **{
+            f"{_CTRL if name == 'MultiHead' else 'transformers'}:{name}Attention": facts
+            for name, facts in ATTENTIONS.items()
+        },
+        **{f"transformers:{name}MLP": facts for name, facts in MLPS.items()},
+        **{
+            f"transformers:{name}{end}": (facts, FC) if name in _OWN_MLPS else facts
+            for name, (end, facts, *_) in _LAYERS.items()
+        },
+        **{f"transformers:{name}Model": streams.final_norm(facts, *at) for name, (_, facts, *at) in _LAYERS.items()},
+        f"{_CTRL}:EncoderLayer": (_CTRL_LAYER, plain_mlp("ffn.0", "ffn.2", "ffn.1")),
+        "transformers:CTRLModel": streams.final_norm(_CTRL_LAYER, "h", "layernorm"),
+        "transformers:CpmAntTransformerBlock": _CPMANT_LAYER,
+        "transformers:CpmAntEncoder": streams.final_norm(_CPMANT_LAYER, "layers", "output_layernorm"),
+        "transformers:MusicgenMelodyDecoderLayer": (_FC1_OF_LAYER, FC),
         "transformers:MusicgenMelodyDecoder": streams.final_norm(_FC1_OF_LAYER, "layers", "layer_norm"),
-        "transformers:OPTDecoder": streams.final_norm(_LAYERS["OPTDecoderLayer"][0], "layers", "final_layer_norm"),
+        "transformers:OPTDecoderLayer": (_OPT_LAYER, FC),
+        "transformers:OPTDecoder": streams.final_norm(_OPT_LAYER, "layers", "final_layer_norm"),
         **BERT_LAYERS,
         "transformers:CpmAntFeedForward": TRANSFORMERS_MLP.but(
             hidden_size="w_out.out_features",
@@ -189,9 +173,6 @@ LAYER_NORM_DECODERS = Adapter(
             activation="w_in.act",
             quant="w_out",
             tp_weight="w_out.in_features",
-        ),
-        "transformers:CpmAntEncoder": streams.final_norm(
-            _LAYERS["CpmAntTransformerBlock"][0], "layers", "output_layernorm"
         ),
         f"{_OPENAI}:Attention": OPENAI_ATTENTION,
         f"{_OPENAI}:MLP": C_FC_CONV1D,
