@@ -90,10 +90,8 @@ class CompiledModule:
     "Finds `unfound`, by the plans of all of the model's modules as they are then."
     at_modules: str | None = None
     "Why the engine does not compile the model, where the fused ops stand in its modules; None: it compiles it."
-    unreached: tuple[str, ...] = ()
-    "Sites with a fused op that the run that is looked at did not come to."
     seams: dict[str, Placement] = field(factory=dict)
-    "What stands at seams that no graph shows, by the fusion."
+    "What stands at seams that no graph shows: by the fusion, or where there are several by what holds them."
     untouched: range = range(0)
     "Numbers of tokens in whose steps the engine's own graph runs, and nothing of layerfuse's is to be called."
     put_off: bool = False
@@ -108,8 +106,6 @@ class CompiledModule:
     from_cache: bool = False
     counted: Counter[str] | None = None
     "Calls of ops in the run that is looked at (`run`), by the op's name; None before it."
-    aside: Callable[[], Counter[str]] = field(default=Counter, repr=False)
-    "Counts calls of fused ops at seams of shared experts, by the op's name."
     trouble: list[str] = field(factory=list)
     "What went wrong in layerfuse itself."
     pipeline: Pipeline = field(init=False)
@@ -284,28 +280,31 @@ class CompiledModule:
 
     # ---- what it comes to
 
+    @property
+    def parts(self) -> tuple[Piece, ...]:
+        """Its pieces, and what stands at seams as one more, for any number of tokens."""
+        number, placements = len(self.pieces), self.seams.values()
+        uses = tuple(use for each in placements for use in each.uses(self.run))
+        strange = tuple(norm for each in placements for norm in each.strange)
+        record = GraphRecord(graph=number, uses=uses, strange=strange)
+        last = [Piece(number=number, tokens="any", source="module", record=record)] if uses or strange else []
+        return (*self.pieces, *last)
+
     def report(self) -> Report:
         """The report over all pieces and ranges."""
         made = Report(self.plan, at_modules=self.at_modules is not None)
         made.unknown = dict(self.unknown)
-        for piece in self.pieces:
+        for piece in self.parts:
             made.add(piece.record)
-        made.add(GraphRecord(graph=len(self.pieces), uses=self._at_seams()))
         return made
-
-    def _at_seams(self) -> tuple[Use, ...]:
-        return tuple(use for each in self.seams.values() for use in each.uses(self.run))
 
     def ranges(self) -> dict[str, Counter[str]]:
         """Range of tokens -> calls of each fused op in one run of the model, by the records."""
-        found: dict[str, Counter[str]] = {}
-        for piece in self.pieces:
-            calls = found.setdefault(piece.tokens, Counter())
-            calls.update(use.form for use in piece.record.uses if use.form is not None)
-            calls.update(piece.record.others)
-        at_seams = [use.form for use in self._at_seams() if use.form is not None]
-        for calls in found.values():
-            calls.update(at_seams)
+        found: dict[str, Counter[str]] = {piece.tokens: Counter() for piece in self.pieces} or {"any": Counter()}
+        for piece in self.parts:
+            for calls in (found[piece.tokens],) if piece.tokens in found else found.values():
+                calls.update(use.form for use in piece.record.uses if use.form is not None)
+                calls.update(piece.record.others)
         return found
 
 

@@ -38,13 +38,11 @@ class AtSeams(Placement):
 
     counts: Mapping[str, Counter[str]] = field(repr=False)
     "Site -> op -> calls so far, kept up where ops are called."
-    left: Mapping[str, str] = field(factory=dict)
-    "Site -> why nothing of layerfuse's stands there after all."
 
     def calls(self) -> Mapping[str, Counter[str]]:
         """As they are now: they go on."""
         return {site: calls.copy() for site, calls in self.counts.items()}
 
-    def why_left(self, site: str, run: str) -> str:
-        """Why nothing stands there, or that nothing of what does was called."""
-        return self.left.get(site) or f"the {run} did not come to its product, or {UNREAD}"
+    def why_left(self, site: str, run: str) -> str:  # noqa: ARG002 (alike for all)
+        """That nothing of what stands there was called."""
+        return f"the {run} did not come to its product, or {UNREAD}"

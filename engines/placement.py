@@ -1,4 +1,4 @@
-"""A chain at seams of an engine that no graph shows: at which of its sites it ran, and why not at the others."""
+"""Chains at seams of an engine, which no graph shows: at which of their sites they ran, and why not at the others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from ..fusion.ops.agreement import RankDisagreementError, agree
 from ..fusion.report import Use
+from ..fusion.rewrite.unknown_norms import UnknownNorm
 from .host import here
 
 _looking: list[int] = []
@@ -51,26 +52,43 @@ def why_apart(what: str, decision: str) -> str | None:
 
 @define(kw_only=True, eq=False)
 class Placement(ABC):
-    """One fusion in one model."""
+    """One fusion in one model, or several."""
 
-    fusion: str
-    ran: dict[str, Counter[str]] = field(factory=dict)
-    "Site -> op -> calls in the first run; empty before it."
+    fusion: str = ""
+    "The one; empty where there are several."
+    ran: Mapping[str, Counter[str]] = field(factory=dict)
+    "Site -> op -> calls in the run that is looked at; empty before it."
+    missed: dict[str, str] = field(factory=dict)
+    "Site -> why what is expected does not stand there, or refused a call, as a sentence."
+    strange: dict[UnknownNorm, None] = field(factory=dict)
+    "Norms of the residual stream that belong to no layer that was read, as far as it looks for them."
 
     @abstractmethod
     def calls(self) -> Mapping[str, Counter[str]]:
         """Site -> op -> calls so far, for every site that was to have it."""
 
     @abstractmethod
-    def why_left(self, site: str, run: str) -> str:
-        """Why nothing was called at a site in the first run, as a sentence; `run`: as `CompiledModule.run`."""
+    def why_left(self, site: str, run: str) -> str | None:
+        """Why nothing was called at a site in that run, as a sentence; None where it did not come there. `run`: as `CompiledModule.run`."""
+
+    def fusions_at(self, site: str) -> tuple[str, str]:  # noqa: ARG002 (for those of several)
+        """What is expected at a site, and what stands there, which may be its fallback."""
+        return self.fusion, self.fusion
 
     def uses(self, run: str) -> Iterator[Use]:
-        """What that run was."""
-        for site, calls in self.ran.items():
-            yield from (Use(site=site, fused=self.fusion, form=op, how="module") for op in calls.elements())
-            if not calls.total():
-                yield Use(site=site, fused=None, missed={self.fusion: self.why_left(site, run)}, how="module")
+        """What that run was: one for each call, and one for each site that had none, or misses what is expected."""
+        for site, ran in self.ran.items():
+            expected, stands = self.fusions_at(site)
+            why = self.missed.get(site) or (None if ran.total() else self.why_left(site, run))
+            missed = {} if why is None else {expected: why}
+            beside = missed if stands != expected else {}
+            if not ran.total() or (missed and not beside):
+                yield Use(site=site, fused=None if missed else expected, missed=missed, how="module")
+            yield from (Use(site=site, fused=stands, form=op, how="module", missed=beside) for op in ran.elements())
+
+    def told(self, counted: Counter[str]) -> Counter[str]:
+        """Calls of ops in that run as its report tells them. An MLA layer is counted in a step that decodes nothing too, in which its op is not called."""
+        return counted | sum(self.ran.values(), Counter())
 
     @property
     def key(self) -> str:
@@ -89,5 +107,5 @@ class Placement(ABC):
         return {}
 
     def notes(self, run: str) -> Iterable[str]:  # noqa: ARG002 (for those that have some)
-        """What there is to say of the first run beside its sites, as sentences."""
+        """What there is to say of that run beside its sites, as sentences."""
         return ()

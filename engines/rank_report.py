@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from attrs import field, frozen
@@ -12,7 +12,7 @@ from attrs import field, frozen
 from ..adapters.errors import LayerfuseError
 from ..fusion.catalog import FUSIONS
 from ..fusion.planning import Plan
-from ..fusion.report import FusionMissedError, Missed, Report
+from ..fusion.report import FusionMissedError, Missed
 from .compiled_module import CompiledModule
 from .host import here
 from .process import of_each_class
@@ -93,9 +93,9 @@ def rank_report_of(compiled: CompiledModule, rank: int) -> RankReport:
         missed=missed,
         beyond={name: sites for name, sites in beyond.items() if sites},
         called=called,
-        problems=(*compiled.trouble, *differences(compiled, report)),
+        problems=(*compiled.trouble, *differences(compiled)),
         notes=tuple(_notes(compiled)),
-        sources=dict(Counter(piece.source for piece in compiled.pieces)),
+        sources=dict(Counter(piece.source for piece in compiled.parts)),
     )
 
 
@@ -128,10 +128,10 @@ def _called(compiled: CompiledModule) -> dict[str, int] | None:
     return dict(found)
 
 
-def differences(compiled: CompiledModule, report: Report) -> Iterable[str]:
+def differences(compiled: CompiledModule) -> Iterable[str]:
     """Sentences on calls that the records do not account for; none where a record is missing that would tell."""
-    told = bool(compiled.pieces) and not any(piece.source == "unknown" for piece in compiled.pieces)
-    if compiled.counted is None or not told or not report.graphs:
+    told = compiled.pieces or compiled.at_modules is not None
+    if compiled.counted is None or not told or any(piece.source == "unknown" for piece in compiled.pieces):
         return
     planned, known = compiled.ranges(), fused_ops()
     counted = Counter({op: calls for op, calls in compiled.counted.items() if op in known})
@@ -150,8 +150,6 @@ def _notes(compiled: CompiledModule) -> Iterable[str]:
     sources = Counter(piece.source for piece in compiled.pieces)
     if compiled.at_modules is not None:
         yield f"the fused ops stand in the model's modules: {compiled.at_modules}"
-    if compiled.unreached:
-        yield f"the {compiled.run} did not come to {compiled.unreached[0]}{_more(compiled.unreached)}, where fused ops stand too"
     if compiled.kept_since is not None:
         yield f"the model came from {here().name}'s cache; this is the report that was kept with it on {compiled.kept_since}"
     elif compiled.from_cache:
@@ -177,10 +175,6 @@ def _notes(compiled: CompiledModule) -> Iterable[str]:
             f" and {len(compiled.outside) - 3} more" if len(compiled.outside) > 3 else ""
         )
         yield f"outside of what {here().name} compiles: {shown}"
-
-
-def _more(several: Sequence[str]) -> str:
-    return f" and {len(several) - 1} more" if len(several) > 1 else ""
 
 
 # ---- ranks together

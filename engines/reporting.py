@@ -37,7 +37,7 @@ def publish(compiled: CompiledModule) -> None:
     outcome = Outcome(plan=compiled.plan, ranks=ranks, unknown=compiled.report().all_unknown(), run=compiled.run)
     if not compiled.put_off:  # else it was done at the run that compiled
         keep(compiled)
-    if compiled.from_cache and not compiled.forced and any(differences(compiled, compiled.report())):
+    if compiled.from_cache and not compiled.forced and any(differences(compiled)):
         compiled.forget()  # another one than the report is of, as two starts at the same time may leave: the next start compiles anew
     if rank == 0:
         path, engine = _file(compiled)
@@ -145,7 +145,7 @@ def _write(path: Path, engine: str, compiled: CompiledModule, outcome: Outcome) 
                 "source": p.source,
                 "uses": [attrs.asdict(u) for u in p.record.uses],
             }
-            for p in compiled.pieces
+            for p in compiled.parts
         ],
     }
     return record_cache.write(

@@ -26,18 +26,17 @@ from ..fusion.catalog import FUSIONS
 from ..fusion.match.errors import Unmatched
 from ..fusion.ops import FUNCTIONS
 from ..fusion.planning import Decision
-from ..fusion.report import GraphRecord, Use
 from ..fusion.rewrite.attribution import is_around, join
 from ..fusion.rewrite.ranks import check_kernel
 from ..fusion.rewrite.unknown_norms import UnknownNorm
 from ..fusion.sites import OUTPUT, OWN_PLACE, STREAM, Site
 from . import calls, trial
 from .calls import GONE, Run
-from .compiled_module import CompiledModule, Piece
+from .compiled_module import CompiledModule
 from .handover import Reader, give
 from .host import here
 from .native import Native, NotNativeError
-from .placement import is_looked_at, looking, why_apart
+from .placement import Placement, is_looked_at, looking, why_apart
 from .process import once
 from .seams import Seam, seam_of
 from .whose import module_of
@@ -55,18 +54,16 @@ OTHER = "another forward was put where the fused op stands, from %s"
 """What is said of a module whose forward is ours no more: the other one may call ours, or not."""
 
 
-@define(kw_only=True)
-class Standing:
+@define(kw_only=True, eq=False)
+class Standing(Placement):
     """The fused ops that stand in one model."""
 
-    compiled: CompiledModule
+    compiled: CompiledModule = field(repr=False)
     model: nn.Module = field(repr=False)
     seams: Sequence[Seam] = field(repr=False)
     "The engine's."
-    ran: Counter[str] = field(factory=Counter)
-    "Site -> calls of its fused op."
-    missed: dict[str, str] = field(factory=dict)
-    "Site -> why no fused op stands there, or why one did not run."
+    done: Counter[str] = field(factory=Counter)
+    "Site -> calls of its fused op so far."
     inside: dict[str, nn.Module] = field(factory=dict, repr=False)
     "Path of a norm, or of the layer of both -> the module in which an op stands there."
     forwards: dict[str, tuple[nn.Module, Any]] = field(factory=dict, repr=False)
@@ -89,8 +86,6 @@ class Standing:
     "Site of a fused all-reduce, which all ranks have to take -> what puts the op in."
     number: int = field(factory=count().__next__)
     "Of the models in this process: what was agreed on of one is not asked again."
-    strange: dict[UnknownNorm, None] = field(factory=dict)
-    "Norms of the residual stream that belong to no layer that was read."
 
     def put_in(self) -> None:
         """Let the planned ops stand at their sites. Those at which some were to stand before are left as they are."""
@@ -303,7 +298,7 @@ class Standing:
 
         def call(*fused: Any) -> Any:
             result = op(*fused)
-            self.ran[site] += is_looked_at()
+            self.done[site] += is_looked_at()
             return result
 
         return call, FUSIONS[fusion].op.reference, ()
@@ -387,36 +382,33 @@ class Standing:
 
     def _took(self, site: str) -> None:
         """Count a call of the op at a site, once for its readers, when the first of them takes what it has quantised."""
-        self.ran[site] += is_looked_at()
+        self.done[site] += is_looked_at()
 
-    def take_down(self) -> None:
-        """Write what the first run was as a record of the compiled module."""
-        uses, unreached = [], []
-        # For more tokens than a fused all-reduce takes another chain may be expected, where the engine's own code runs.
-        first = {decision.site: decision for decision in reversed(self._expected())}
-        for site, decision in reversed(first.items()):
-            stands = self.stands.get(site, decision.fusion)
-            op = self.forms.get(site, FUSIONS[stands].op.name)
-            why = self.missed.get(site)
-            reached = site in self.given or self.compiled.plan.site[site].role != OUTPUT
-            if why is None and not self.ran[site] and reached:
-                why = self._other(site) or (
-                    NOT_TAKEN
-                    if site in self.forms
-                    else NOT_CALLED.format(engine=here().name, what=_what(self.compiled.plan.site[site]))
-                )
-            missed = {} if why is None else {decision.fusion: why}
-            instead = missed if stands != decision.fusion else {}
-            if missed and not (instead and self.ran[site]):
-                uses.append(Use(site=site, fused=None, missed=missed))
-            elif why is None and not self.ran[site]:
-                # An engine skips the recurrence, and all that is inside of it, where there is no cache yet.
-                unreached.append(site)
-                uses.append(Use(site=site, fused=decision.fusion, how="module"))
-            uses += [Use(site=site, fused=stands, form=op, how="module", missed=instead)] * self.ran[site]
-        record = GraphRecord(graph=0, uses=tuple(uses), strange=tuple(self.strange))
-        self.compiled.pieces.append(Piece(number=0, tokens="any", source="module", record=record))
-        self.compiled.unreached = tuple(unreached)
+    def fusions_at(self, site: str) -> tuple[str, str]:
+        """The first that is expected: for more tokens than a fused all-reduce takes that may be another chain, where the engine's own code runs."""
+        expected = next(decision.fusion for decision in self.compiled.plan.at(site) if decision.applies)
+        return expected, self.stands.get(site, expected)
+
+    def calls(self) -> dict[str, Counter[str]]:
+        """Of what stands at each site, or was to."""
+        sites = dict.fromkeys(decision.site for decision in self._expected())
+        ops = {site: self.forms.get(site, FUSIONS[self.fusions_at(site)[1]].op.name) for site in sites}
+        return {site: Counter({op: self.done[site]}) for site, op in ops.items()}
+
+    def why_left(self, site: str, run: str) -> str | None:  # noqa: ARG002 (it is the first one)
+        """Who is called in its place, or that nobody is."""
+        at = self.compiled.plan.site[site]
+        if at.role == OUTPUT and site not in self.given:
+            return None  # an engine skips the recurrence, and all that is inside of it, where there is no cache yet
+        not_called = NOT_CALLED.format(engine=here().name, what=_what(at))
+        return self._other(site) or (NOT_TAKEN if site in self.forms else not_called)
+
+    def notes(self, run: str) -> Iterator[str]:
+        """Which sites the run did not come to."""
+        unreached = [use.site for use in self.uses(run) if use.form is None and not use.missed]
+        if unreached:
+            more = f" and {len(unreached) - 1} more" if len(unreached) > 1 else ""
+            yield f"the {run} did not come to {unreached[0]}{more}, where fused ops stand too"
 
 
 def _with_residual(found: dict[UnknownNorm, None], norm: UnknownNorm) -> Callable[..., None]:
@@ -444,18 +436,17 @@ def _one(several: tuple[Any, ...]) -> Any:
 
 @contextmanager
 def counted(compiled: CompiledModule) -> Iterator[None]:
-    """Count the fused ops that this thread calls while this lasts, but for the products inside of shared experts, which no graph and no site holds."""
+    """Count the fused ops that this thread calls while this lasts, and what is called at seams."""
     from ..fusion.backends import listening
 
-    before, at_seams = compiled.aside(), {name: each.calls() for name, each in compiled.seams.items()}
+    before = {name: each.calls() for name, each in compiled.seams.items()}
     calls: Counter[str] = Counter()
     with looking(), listening(lambda op, _: calls.update((op,) * is_looked_at())):
         yield
-    compiled.counted = calls - (compiled.aside() - before)
     for name, each in compiled.seams.items():
-        each.ran = {site: so_far - at_seams[name][site] for site, so_far in each.calls().items()}
-        # An MLA layer is counted in a step that decodes nothing too, in which its op is not called.
-        compiled.counted |= sum(each.ran.values(), Counter())
+        each.ran = {site: so_far - before[name][site] for site, so_far in each.calls().items()}
+        calls = each.told(calls)
+    compiled.counted = calls
 
 
 def at_first_call(
@@ -474,7 +465,7 @@ def at_first_call(
         before: called with `compiled` before that call; it may plan anew.
         done: called with `compiled` when the record of that call is in it.
     """
-    standing = Standing(compiled=compiled, model=model, seams=seams)
+    standing = compiled.seams["modules"] = Standing(compiled=compiled, model=model, seams=seams)
     standing.put_in()
     own, reported = model.forward, False
 
@@ -489,7 +480,6 @@ def at_first_call(
         try:
             before(compiled)
             standing.put_in()
-            standing.ran.clear()
             with counted(compiled), standing.looking_for_unknown_norms():
                 result = own(*args, **kwargs)
         except BaseException:
@@ -498,7 +488,6 @@ def at_first_call(
         if model.forward is first:
             del model.forward  # later calls are the model's own
         standing.watch()
-        standing.take_down()
         done(compiled)
         return result
 

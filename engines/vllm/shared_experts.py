@@ -10,7 +10,7 @@ import inspect
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -38,6 +38,18 @@ CLASS = "vllm.model_executor.layers.fused_moe.runner.shared_experts", "SharedExp
 TAKES = ("self", "A", "B", "As", "Bs")
 """What a kernel's product takes."""
 GONE = "layerfuse: a linear of shared experts is vLLM's own from now on: %s"
+
+
+class AtSharedExperts(Standing):
+    """Silu * up of shared experts, which is no site of the plan where a graph would have to show it."""
+
+    def uses(self, run: str) -> Iterator[Any]:  # noqa: ARG002 (of no run)
+        """None."""
+        return iter(())
+
+    def told(self, counted: Counter[str]) -> Counter[str]:
+        """All calls but its own."""
+        return counted - sum(self.ran.values(), Counter())
 
 
 def put_in(compiled: CompiledModule, module: nn.Module) -> None:
@@ -75,10 +87,9 @@ def _stand(compiled: CompiledModule, module: nn.Module, sites: list[Site], kerne
     ]
     stood = {site.name: native_methods((kernels[site.name], PRODUCT)) for site in sites}
     alone = plan(mlps, compiled.plan.target, compiled.plan.config, compiled.plan.engine)
-    standing = Standing(compiled=attrs.evolve(compiled, plan=alone), model=module, seams=SEAMS)
+    standing = AtSharedExperts(compiled=attrs.evolve(compiled, plan=alone), model=module, seams=SEAMS)
     standing.put_in()
-    # Of all layers together: they call the same op.
-    compiled.aside = lambda: Counter(standing.forms[site] for site in standing.ran.elements())
+    compiled.seams["shared experts"] = standing
     for held, _ in standing.forwards.values():
         _but_for(compiled.untouched, held, "forward")
     for site in sites:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -149,7 +148,7 @@ def put_in(*several: Any, columns: int | None = None, untouched: range = range(0
     }
     expected = tuple(SimpleNamespace(site=name) for name in sites)
     compiled = SimpleNamespace(
-        plan=SimpleNamespace(site=sites, expected=lambda _: expected), seams={}, untouched=untouched, aside=Counter
+        plan=SimpleNamespace(site=sites, expected=lambda _: expected), seams={}, untouched=untouched
     )
     routed_experts.put_in(compiled, model)
     return compiled

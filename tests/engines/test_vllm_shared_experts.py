@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ pytest.importorskip("vllm_started")
 
 from few_token_linears import BLOCKS
 from test_vllm_inside import KERNELS, as_installed, as_vllm_has_them, seen
-from test_vllm_plugin import ADD, GROUP_FP8, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from test_vllm_plugin import ADD, GROUP_FP8, fresh, said, written  # noqa: F401 (`fresh` is a fixture)
 from torch import Tensor
 from vllm_started import Started, close, started
 
@@ -87,12 +88,21 @@ def test_a_report_counts_them_apart_from_the_sites_of_graphs(tmp_path: Path, cap
     assert "silu_mul_group_quant: 1 expected, 1 fused, 0 missed; called 1 times in the profiling run" in said(caplog)
     assert f"{BLOCKS}: 15 expected, 15 fused, 0 missed; called 15 times in the profiling run" in said(caplog)
     assert not any(line.startswith("problem") for line in said(caplog))
+    *pieces, last = written(tmp_path)["graphs"]
+    assert last["source"] == "module" and "module" not in [piece["source"] for piece in pieces]
+    assert len({use["site"] for use in last["uses"]}) == 4, "two products of two mixtures' shared experts"
+    assert {use["fused"] for use in last["uses"]} == {BLOCKS}
 
 
 def test_a_report_of_a_model_that_is_not_compiled_counts_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with model(tmp_path, ALL) as engine:
         engine()
     assert f"{BLOCKS}: 8 expected, 8 fused, 0 missed; called 8 times in the first run" in said(caplog)
+    (path,) = tmp_path.rglob("layerfuse-report.json")
+    (only,) = json.loads(path.read_text())["modules"]["DeepseekV3ForCausalLM"]["graphs"]
+    named = Counter(use["fused"] for use in only["uses"])
+    assert (only["source"], only["tokens"], named[BLOCKS]) == ("module", "any", 8)
+    assert named.keys() > {BLOCKS}, "norms and products that stand in modules are told in the same way"
 
 
 @pytest.mark.parametrize(("mode", "run"), [("VLLM_COMPILE", "profiling run"), ("NONE", "first run")])
