@@ -91,11 +91,15 @@ def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None, 
     passes = vllm_config.compilation_config.pass_config
     switched = {each.switch: getattr(passes, each.switch, None) is True for each in native_fusions.PASSES}
     engine = attrs.evolve(native_fusions.compiled(place, switched), inside=inside.why_not())
+    refused: dict[str, str] = {}
+    if vllm_config.lora_config is not None:
+        # Nothing in a graph gives the plain product beside what is quantised of it.
+        products = [name for name, each in FUSIONS.items() if each.format is not None and not each.forms[-1].in_graphs]
+        refused |= dict.fromkeys(products, "LoRA may read the product too, unquantised")
     foreign = why_not_all_reduce() if place.ranks > 1 else None
     if foreign is not None:
-        reduced = [name for name, fusion in FUSIONS.items() if fusion.across_ranks]
-        engine = attrs.evolve(engine, refuses={**engine.refuses, **dict.fromkeys(reduced, foreign)})
-    return engine
+        refused |= dict.fromkeys((name for name, each in FUSIONS.items() if each.across_ranks), foreign)
+    return attrs.evolve(engine, refuses={**engine.refuses, **refused})
 
 
 def _uses_aiter() -> bool:

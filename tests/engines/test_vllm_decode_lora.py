@@ -13,12 +13,13 @@ import torch
 
 pytest.importorskip("vllm_paged")
 from test_vllm_decode import ON, STEPS
-from test_vllm_plugin import fresh  # noqa: F401 (a fixture)
+from test_vllm_plugin import GROUP_FP8, ROWS, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from torch import Tensor
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import BaseLayerWithLoRA, LoRAMapping
 from vllm.lora.model_manager import create_lora_manager
 from vllm_paged import Paged, paged
+from vllm_started import engine_config, fp8, in_engine, load
 
 from layerfuse.fusion.backends import counting
 
@@ -61,6 +62,23 @@ def ran(path: Path, layerfuse: Any, mode: str, adapter: bool = True) -> tuple[li
                 results.append(engine.step(requests, abs(padded), padded >= 0))
             calls.append({**counted})
     return results, calls
+
+
+def test_a_product_whose_reader_may_have_an_adapter_is_not_expected_to_be_quantised_in_a_graph(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"overrides": {**GROUP_FP8, **DENSE}, "dtype": "bfloat16"}
+    config = engine_config("deepseek-v3", layerfuse={"fusions": "all", "strict": True}, **given)
+    config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=torch.bfloat16)
+    with fp8(ROWS), in_engine(config, tmp_path):
+        engine = load(config)
+        manager = create_lora_manager(engine.model, 4, TOKENS, 128, config.lora_config, config, torch.device("cpu"))
+        manager.lora_index_to_id[0] = 1
+        manager.set_adapter_mapping(LoRAMapping((1,) * 6, (1,), is_prefill=True))
+        engine()
+    lines = said(caplog)
+    assert any(line.startswith("add_rms_norm_group_quant: 3 expected, 3 fused, 0 missed") for line in lines)
+    assert "silu_mul_group_quant: off at 2 sites: LoRA may read the product too, unquantised" in lines
 
 
 @pytest.mark.parametrize("mode", [pytest.param("VLLM_COMPILE", marks=pytest.mark.thorough), "NONE"])
