@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, run_copy
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DATA = ("models.toml", "models.json", "models.schema.json", "specs.schema.json", "policy.toml", "py.typed")
@@ -203,17 +203,19 @@ with torch.no_grad():
     torch.testing.assert_close(model(*rows), model._orig_mod(*rows))
 print(fusion.__file__.startswith({str(tmp_path)!r}), fusion.report_of(model).of("add_rms_norm").matched)
 """
-    assert run(sys.executable, "-c", code) == "True ('final',)\n"
+    done = run_copy(code)
+    assert done.stdout == "True ('final',)\n", done.stderr
 
 
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     """The Python of a new environment with the wheel and what it depends on, and nothing else."""
     folder = tmp_path_factory.mktemp("venv")
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     python = folder / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
     try:
-        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel)
+        run(*pip, "install", "--quiet", wheel)
     except AssertionError as error:
         # In CI an index is always there, and a dependency that it does not have is a mistake.
         signs = ("No matching distribution", "Connection", "Temporary failure")

@@ -22,7 +22,7 @@ pytest.importorskip("vllm_started")
 
 from test_vllm_plugin import ADD, BOTH, DUAL, SHORT, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from vllm.config import CUDAGraphMode
-from vllm_started import loaded_from_cache, started, waiting
+from vllm_started import TWO_LAYERS, loaded_from_cache, started, waiting
 
 from layerfuse.engines.options import OptionsError, options_in
 from layerfuse.engines.vllm.host_bound import set_apart, tokens_of
@@ -102,27 +102,27 @@ def test_there_vllms_own_graph_runs_and_costs_the_host_what_it_costs_without(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # To find a step's graph among three takes longer than among one: 0.1 us for a piece.
-    ranges = {"compile_ranges_endpoints": [CAPTURED, 32]}
-    with started("deepseek-v3", tmp_path / "own", layerfuse=False, captured=CAPTURED, **ranges) as engine:
+    ranges, short = {"compile_ranges_endpoints": [CAPTURED, 32]}, {"overrides": TWO_LAYERS["deepseek-v3"]}
+    with started("deepseek-v3", tmp_path / "own", layerfuse=False, captured=CAPTURED, **ranges, **short) as engine:
         own = engine(WAITS)
         calls = min(calls_of(engine, WAITS) for _ in range(3))  # the first calls of a kind look something up
     for start in ("cold", "warm"):
         caplog.clear()
         before = loaded_from_cache()
-        with started("deepseek-v3", tmp_path, layerfuse=HERE, captured=CAPTURED) as engine:
+        with started("deepseek-v3", tmp_path, layerfuse=HERE, captured=CAPTURED, **short) as engine:
             engine(MORE)
             assert loaded_from_cache() - before == (start == "warm")
             for tokens in (MORE, WAITS, CAPTURED):
                 with counting() as counted:
                     found = engine(tokens)
-                assert counted == ({} if tokens == WAITS else {ADD: 6, DUAL: 3}), tokens
+                assert counted == ({} if tokens == WAITS else {ADD: 4, DUAL: 2}), tokens
                 if tokens == WAITS:
                     assert torch.equal(found, own)
             if start == "cold":  # vLLM calls fewer where it has read a model from its cache
                 assert min(calls_of(engine, WAITS) for _ in range(3)) == calls
         lines = said(caplog)
-        assert {FUSED.format(ADD, 6, "profiling run"), FUSED.format(DUAL, 3, "profiling run")} <= {*lines}
-        assert "over 4 graphs and 2 ranges of tokens: (1, 8), (33, 2048)" in lines
+        assert {FUSED.format(ADD, 4, "profiling run"), FUSED.format(DUAL, 2, "profiling run")} <= {*lines}
+        assert "over 3 graphs and 2 ranges of tokens: (1, 8), (33, 2048)" in lines
         assert OWN.format(32) in lines
 
 

@@ -155,7 +155,7 @@ CALL = PostGradPassManager.__call__
 CACHES = [
     ("VLLM_USE_MEGA_AOT_ARTIFACT", "1", False, True),
     ("VLLM_USE_MEGA_AOT_ARTIFACT", "0", True, True),
-    ("VLLM_DISABLE_COMPILE_CACHE", "1", True, False),
+    ("VLLM_DISABLE_COMPILE_CACHE", "1", False, False),
     ("VLLM_USE_AOT_COMPILE", "0", True, False),
 ]
 # What is in the place of what, and what is said of it.

@@ -32,7 +32,9 @@ def pipeline(count: int) -> Pipeline:
 
 
 def in_the_slot(made: Pipeline) -> Any:
-    return inductor_config.patch(post_grad_custom_pre_pass=made, force_disable_caches=True)
+    # The wrapper's C++ is not to be quick, and headers that one compilation reads are not worth compiling beforehand.
+    quick = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
+    return inductor_config.patch({"post_grad_custom_pre_pass": made, "force_disable_caches": True, **quick})
 
 
 def test_a_package_compiled_ahead_of_time(tmp_path: Path) -> None:

@@ -321,6 +321,7 @@ def test_an_mlp_of_another_width() -> None:
 # ---- a real model ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_op_by_op")
 def test_a_model_of_transformers_with_quantised_mlps() -> None:
     transformers = pytest.importorskip("transformers")
     small = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}

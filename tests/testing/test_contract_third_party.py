@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import contract_mylib
 import pytest
+from helpers import run_copy
 
 from layerfuse import testing
 from layerfuse.testing import AdapterContract, run_contract
@@ -58,21 +61,11 @@ class TestFiveLines:
 
 @pytest.fixture
 def pytester_file(tmp_path):
-    import os
-    import subprocess
-    import sys
-    from pathlib import Path
-
     def run(text):
         (tmp_path / "test_mine.py").write_text(text)
-        paths = [str(Path(__file__).parent), *filter(None, sys.path)]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "test_mine.py"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True,
-            text=True,
-            check=False,
+        asked = ["-q", "-rs", "-p", "no:cacheprovider", "test_mine.py"]
+        done = run_copy(
+            f"import os, pytest; os.chdir({str(tmp_path)!r}); pytest.main({asked!r})", Path(__file__).parent
         )
         return done.stdout + done.stderr
 
