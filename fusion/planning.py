@@ -276,7 +276,7 @@ def plan(
     decide = _Decider(target, config, engine, shipped() if policy is None else policy, roles, mixed)
     decisions = decide.over(sites)
     if linears:
-        linears = tuple(_handed_over(linears, sites, decide.quantised))
+        linears = _handed_over(linears, decide.quantised)
     for products in (linears, routed):
         decide.beside = decide.on.copy()
         decisions += decide.over(products)
@@ -324,18 +324,16 @@ def _placed(spec: Placed) -> tuple[str, AnySpec]:
     return (pair[0] if isinstance(spec, tuple) else _label(pair[1])), pair[1]
 
 
-def _handed_over(linears: Iterable[Site], sites: Iterable[Site], quantised: Collection[str]) -> Iterable[Site]:
-    """The linears, with whether a chain that is expected quantises for them: as those say that were read. `quantised`: sites of such chains."""
+def _handed_over(linears: tuple[Site, ...], quantised: Iterable[Site]) -> tuple[Site, ...]:
+    """The linears, with whether a chain at one of these sites quantises for them: as those say that were read."""
     paths = {
         f"{site.layer}.{each.path}"
-        for site in sites
-        if site.name in quantised
+        for site in quantised
         for each in site.consumers
         if isinstance(each, LinearSpec) and each.activation == site.quant
     }
-    for site in linears:
-        given = site.path in paths
-        yield attrs.evolve(site, handed_over=True) if given else site
+    given = (attrs.evolve(site, handed_over=True) if site.path in paths else site for site in linears)
+    return tuple(given) if paths else linears
 
 
 def _label(spec: AnySpec) -> str:
@@ -388,7 +386,7 @@ class _Decider:
         "The fusions that are expected so far, and the words of `FORMATS` that they quantise to."
         self.beside: set[str] = set()
         "The same of the sites in front: what others go with."
-        self.quantised: set[str] = set()
+        self.quantised: list[Site] = []
         "The sites where a chain that quantises is expected."
 
     def over(self, sites: Iterable[Site]) -> list[Decision]:
@@ -399,7 +397,7 @@ class _Decider:
             name, key = site.name, (key_of(site), self._is_mixed(site))
             found = self._known.get(key) or self._new(key, site)
             if found[1]:
-                self.quantised.add(name)
+                self.quantised.append(site)
             # Thousands are made, and so they are made past the constructor.
             decisions += [tuple.__new__(Decision, (name, *row)) for row in found[0]]
         return decisions
