@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from ..fusion import Decision, Plan
 
+MEASURED = "; measured "
+"""Between what a fusion is and how fast it was, in a reason."""
 ANSWERS = {"yes": "green", "no": "red", "depends": "cyan"}
 
 
@@ -71,15 +73,21 @@ def is_open(reason: str) -> bool:
     return "not known" in reason
 
 
+def _parts(reason: str) -> tuple[str, ...]:
+    what, _, measured = reason.partition(MEASURED)
+    return (what, f"{MEASURED[2:]}{measured}") if measured else (what,)
+
+
 class Footnotes:
-    """Reasons by their numbers, in the order in which they are first asked for."""
+    """Reasons by their numbers, in the order in which they are first asked for. A measurement of several is one of its own."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
 
     def mark(self, *reasons: str) -> str:
         """The numbers of some reasons: `[1, 3]`."""
-        numbers = sorted({self._numbers.setdefault(reason, len(self._numbers) + 1) for reason in reasons})
+        parts = (part for reason in reasons for part in _parts(reason))
+        numbers = sorted({self._numbers.setdefault(part, len(self._numbers) + 1) for part in parts})
         return f"[{', '.join(map(str, numbers))}]"
 
     def table(self, width: int) -> Table:

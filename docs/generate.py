@@ -168,7 +168,7 @@ def vllm_table() -> Iterator[str]:
     for name in sorted(FUSIONS):
         measured = [*shipped().of(name, "vllm")]
         for each in measured:
-            yield f"| `{name}` | {f'yes: {each.where}' if each.faster else 'no'} | {each.figure(name)} |"
+            yield f"| `{name}` | {f'yes: {each.where}' if each.faster else 'no'} | {each.figure} |"
         if not measured:
             others.append(name)
     if others:

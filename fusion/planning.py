@@ -509,4 +509,4 @@ class _Decider:
         if unknown is not None or measured is None:
             return unknown or found
         there = "" if measured.is_of(self._is_mixed(site), self._is_foreign) else "on another model: "
-        return Legality("expected", f"{found.reason}; measured {there}{measured.figure(fusion.name)}")
+        return Legality("expected", f"{found.reason}; measured {there}{measured.figure}")

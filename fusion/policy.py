@@ -125,8 +125,9 @@ class Measurement:
         ranks = [] if self.ranks == 1 else [f"TP {self.ranks}"]
         return ", ".join([self.model, *linears, *ranks, f"{SPELT[self.engine]} {self.release}", self.device])
 
-    def figure(self, fusion: str) -> str:
-        """The measurement as plans and docs say it."""
+    @property
+    def figure(self) -> str:
+        """The measurement as plans and docs say it, the same of each of its fusions."""
         ratios = _listed(
             [f"{cell[0]:.2f}" if self.faster or self.but else f"{cell[0]:.3f}" for cell in self.decode.values()]
         )
@@ -137,8 +138,7 @@ class Measurement:
             slower = min(cell[1] for cell in self.decode.values()) < NO_SLOWER
             took = "longer in one cell at least" if slower else "as long"
             return f"{because}with the fusion a decode step took {took} ({step}; {self.on})"
-        others = [name for name in self.fusions if name != fusion]
-        together = [f"together with {_listed(others)}"] if others else []
+        together = [f"by {_listed([*self.fusions])} together"] if len(self.fusions) > 1 else []
         noted = [] if self.note is None else [self.note]
         costs = "" if self.but is None else f"{self.but}: "
         return costs + ", ".join([step, *together, *noted]) + f" ({self.on})"
@@ -233,7 +233,7 @@ class Policy:
     def why_nothing_gained(self, fusion: str, engine: Engine) -> str | None:
         """The measurement in words that says that nothing is gained in an engine that compiles, or None."""
         none = (each for each in self.of(fusion, engine.name) if not each.faster and each.compiled == engine.compiled)
-        return next((each.figure(fusion) for each in none), None)
+        return next((each.figure for each in none), None)
 
     def why_off(self, fusion: str, engine: Engine, quant: ActivationQuant | None = None) -> str:
         """Why a fusion is off in an engine unless it is switched on, where no measurement turns it on; `quant`: as for `faster_at`."""
@@ -241,9 +241,12 @@ class Policy:
         known = [each for each in self.of(fusion, engine.name) if each.compiled == engine.compiled]
         if inside and not any(each.inside for each in known):
             return f"it was not benchmarked in {engine.name}{how} with linears that quantise inside of their op"
-        where = dict.fromkeys(each.where for each in known if each.faster and each.inside == inside)
-        if where:
-            return f"it was measured faster on {'; '.join(where)}"
+        faster = [each for each in known if each.faster and each.inside == inside]
+        if faster:
+            where = dict.fromkeys(each.where for each in faster)
+            done = dict.fromkeys(each.unless for each in faster if each.unless in engine.does)
+            here = "".join(f"{SPELT[engine.name]} does {each} itself here; " for each in done)
+            return f"{here}it was measured faster on {'; '.join(where)}"
         return self.why_nothing_gained(fusion, engine) or f"it was not benchmarked in {engine.name}{how}"
 
 

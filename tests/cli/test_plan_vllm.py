@@ -617,3 +617,11 @@ def test_a_name_that_is_nearly_mla_decode_is_told(run, monkeypatch):
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "+mla_deocde")
     answer = run("plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90")
     assert answer.code == 2 and answer.err.endswith("no fusion is called 'mla_deocde'; did you mean 'mla_decode'?\n")
+
+
+def test_a_measurement_of_several_fusions_is_one_footnote(run):
+    said = " ".join(run("plan", "deepseek-v3", "--tp", 8, "--target", "sm90", "--engine", "vllm").out.split())
+    notes = re.split(r"\[\d+\] (?=[^\[\]]{12})", said)[1:]
+    measured = [note for note in notes if "silu_mul_group_quant together" in note]
+    assert measured and all(note.startswith("measured ") for note in measured)
+    assert len(measured) == len(set(measured)) <= 2  # of this model, and of its other kind of layers
