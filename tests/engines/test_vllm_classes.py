@@ -38,7 +38,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "ApertusForCausalLM": census.SMALL,
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 512, "route_norm": True},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 512, "moe_intermediate_size": 512, "route_norm": True},
     "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
     "MiMoV2FlashForCausalLM": {
         "hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1], "layernorm_epsilon": 1e-5, "sliding_window_size": 128,
