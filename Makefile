@@ -20,8 +20,6 @@ TORCH ?= torch==2.13.0
 ENGINES ?= vllm sglang
 TESTS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# What is imported is compiled then: most of torch, transformers and the engines never is, and compiling it all takes minutes.
-export PIP_COMPILE = 0
 
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml README.md $(wildcard *.py *.pyi *.toml *.json py.typed) \
@@ -68,7 +66,7 @@ env-%:
 
 test-engine-%: env-% $(SOURCES)
 	rm -rf build/lib
-	$(VENV)-$*/bin/python -m pip install -qq --no-deps --force-reinstall .
+	$(VENV)-$*/bin/python -m pip install -qq --compile --no-deps --force-reinstall .
 	$(VENV)-$*/bin/python -m pytest -n 2 --dist worksteal -q tests/engines/test_$(firstword $(subst -, ,$*))_*.py
 
 clean:
@@ -84,5 +82,5 @@ $(VENV)/.requirements: pyproject.toml
 # build/lib would carry files into the wheel that are no longer in the source.
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
 	rm -rf build/lib
-	$(BIN)/pip install -q --no-deps --force-reinstall .
+	$(BIN)/pip install -q --compile --no-deps --force-reinstall .
 	touch $@
