@@ -1,4 +1,4 @@
-"""The chart of README.md, docs/assets/decode.svg, from what is on by default in vLLM: `python docs/chart.py`."""
+"""The chart of README.md, docs/assets/decode.svg, from what is on by default in vLLM and was timed in its newest release: `python docs/chart.py`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def named(row: Measurement) -> str:
     linears = "" if row.linears is None else f", {row.linears}"
     on = dict.fromkeys(re.sub("_(group|per_token|static)_quant$", "", name) for name in row.fusions)
     quant = " to fp8" if any(name.endswith("_quant") for name in row.fusions) else ""
-    where = f"{row.release.removesuffix('.0')} on {row.device.split()[1]}"
-    return f"{row.model.removesuffix(', without FlashInfer')}{linears}{ranks}\n{_short(list(on))}{quant} ({where})"
+    return f"{row.model}{linears}{ranks}\n{_short(list(on))}{quant} ({row.device.split()[1]})"
 
 
 def _short(names: list[str]) -> str:
@@ -33,6 +32,8 @@ def _short(names: list[str]) -> str:
 def main() -> None:
     """Write the chart: how many times faster a decode step is, with the 95 % interval."""
     rows = [row for row in shipped().measurement if row.engine == "vllm" and row.faster]
+    newest = max(row.release for row in rows)
+    rows = [row for row in rows if row.release == newest]
     with mpl.rc_context({"svg.hashsalt": "layerfuse", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(7.2, 0.55 * len(rows) + 0.8))
         FigureCanvasSVG(figure)
@@ -44,7 +45,7 @@ def main() -> None:
                 axes.plot(ratio, place + shift, "o", color=COLOURS[batch], markersize=5, label=f"batch {batch}")
         axes.axvline(1, color="grey", linewidth=1)
         axes.set_yticks(range(len(rows)), [named(row) for row in reversed(rows)])
-        figure.supxlabel("times faster per decode step, in vLLM", fontsize=9)
+        figure.supxlabel(f"times faster per decode step, in vLLM {newest.removesuffix('.0')}", fontsize=9)
         seen = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         handles = {f"batch {batch}": seen[f"batch {batch}"] for batch in COLOURS}
         axes.legend(handles.values(), handles.keys(), loc="lower right", frameon=False)
