@@ -48,7 +48,9 @@ def main() -> None:
         figure.supxlabel(f"times faster per decode step, in vLLM {newest.removesuffix('.0')}", fontsize=9)
         seen = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         handles = {f"batch {batch}": seen[f"batch {batch}"] for batch in COLOURS}
-        axes.legend(handles.values(), handles.keys(), loc="lower right", frameon=False)
+        axes.legend(
+            handles.values(), handles.keys(), loc="lower center", bbox_to_anchor=(0.2, 1), ncols=4, frameon=False
+        )
         axes.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
         figure.savefig(OUT, format="svg", metadata={"Date": None}, facecolor="white")
