@@ -465,7 +465,7 @@ def test_models_of_a_file_are_known(run, tmp_path):
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_terminal_without_arrows_gets_others(run_python, encoding):
-    answer = run_python("-m", "layerfuse", "plan", "--all-tp", env={"PYTHONIOENCODING": encoding})
+    answer = run_python("-m", "layerfuse", "plan", "kimi-k2.5", "--all-tp", env={"PYTHONIOENCODING": encoding})
     assert (answer.code, answer.err) == (0, "")
     assert "heads of a rank -> heads of the kernel" in answer.out
     assert "4->16 75%" in answer.out
