@@ -7,6 +7,7 @@ ours would be called instead, theirs would not be: such a place is left alone.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from operator import attrgetter
@@ -137,7 +138,11 @@ def _told(what: Any) -> Hashable:
     """A setting as it is, and the identity of code: children differ between layers, and what they are does not."""
     if isinstance(what, nn.Module):
         return id(type(what))
-    return what if isinstance(what, bool | int | float | str | None) else id(plain(what))
+    if isinstance(what, bool | int | float | str | None):
+        return what
+    code = plain(what)
+    # What is made of a method by a decorator, as torch.compile, is another function for each instance: by the same code, around the same method.
+    return id(getattr(code, "__code__", code)), id(plain(inspect.unwrap(code) if callable(code) else code))
 
 
 def native(module: nn.Module, *, bypassed: Container[str] = (), values: bool = True) -> Native:

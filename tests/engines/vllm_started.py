@@ -442,6 +442,15 @@ def kimi_linear() -> Iterator[None]:
         yield
 
 
+_compile_apart = CustomOp.maybe_compile
+
+
+def _wrapped(op: CustomOp, function: Any, *, enable: bool = True) -> Any:
+    """What vLLM makes of a method that it compiles by itself behind its ops, not compiled: that would take a C++ compiler."""
+    with mock.patch.object(torch, "compile", lambda function, **__: function):
+        return _compile_apart(op, function, enable=enable)
+
+
 @contextlib.contextmanager
 def in_engine(config: VllmConfig, cache: Path, groups: Any = None) -> Iterator[None]:
     """vLLM's surroundings: its cache in a folder, its process groups, its config.
@@ -460,8 +469,7 @@ def in_engine(config: VllmConfig, cache: Path, groups: Any = None) -> Iterator[N
         mock.patch.object(MLAAttention, "forward", _mla),
         mock.patch.object(Attention, "forward", _gqa),
         mock.patch.object(QwenGatedDeltaNetAttention, "_forward_core", _delta),
-        # What vLLM compiles by itself behind its ops, outside of the model's graph, would take a C++ compiler.
-        mock.patch.object(CustomOp, "maybe_compile", lambda _, function, **__: function),
+        mock.patch.object(CustomOp, "maybe_compile", _wrapped),
         kimi_linear(),
         experts(),
         # vLLM collects garbage twice for each model that it loads, which would be most of a load's time.
