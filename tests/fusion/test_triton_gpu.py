@@ -89,7 +89,7 @@ def test_overlapping_launches_see_what_came_before() -> None:
             again = mla_dual_rms_norm(q_out, kv_out, q_weight, w[1], 1e-6, 1e-6)  # directly behind the first
             if wait:
                 torch.cuda.synchronize()
-            q_weight = q_weight * 0.25 + again[0].abs().mean(0).tanh()  # bounded: it would grow with each link
+            q_weight = again[0].abs().mean(0).tanh() * 0.5 + 0.5  # bounded: it would grow with each link
         assert torch.isfinite(down).all()
         return down
 
