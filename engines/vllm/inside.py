@@ -230,7 +230,7 @@ def quantised_way(values: Any, scales: Any, weight: Any, weight_scale: Any, beyo
 
 
 def _read(call: Call) -> FoundLinear | None:
-    """layerfuse_vllm::block_product: few tokens are layerfuse's, and more DeepGEMM's where a fusion has taken the quantisation, else vLLM's op's."""
+    """layerfuse_vllm::block_product: few tokens are layerfuse's, and more `multiply`'s where a fusion has taken the quantisation, else vLLM's op's."""
     values, scales, weight, weight_scale, rounds = call.node.args
     x = _unquantised(values)
     if not is_layerfuses(weight, weight_scale, x):

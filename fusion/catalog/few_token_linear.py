@@ -54,10 +54,10 @@ def limit(site: Site, _target: Target, engine: Engine | None) -> TokenLimit:
 
 
 def timed_limit(site: Site, target: Target, engine: Engine | None) -> TokenLimit:
-    """The same, on the GPU that was timed; but for shared experts beside wide routed ones."""
+    """The same, on the GPU that was timed; but for shared experts that run beside wide routed ones."""
     if not _was_timed(target):
         return TokenLimit(most=0, reason=ELSEWHERE)
-    if site.experts is not None and not tokens_of(site.experts):
+    if site.experts is not None and not tokens_of(site.experts) and not _in_turn(engine):
         return TokenLimit(most=0, reason=HIDDEN)
     return limit(site, target, engine)
 
@@ -77,6 +77,11 @@ def tokens_of(experts: ExpertsSpec | None) -> int:
     """Up to how many tokens a rank's routed experts are layerfuse's, by how wide they are, where that is known."""
     columns = None if experts is None else experts.local_intermediate_size
     return FEW if columns is None else min(FEW, NARROW // columns)
+
+
+def _in_turn(engine: Engine | None) -> bool:
+    """Whether shared experts run before or behind the routed ones, so that both are waited for."""
+    return engine is not None and (engine.name == "transformers" or engine.shared_apart)
 
 
 def _was_timed(target: Target) -> bool:

@@ -292,11 +292,13 @@ def test_a_large_weight_is_vllms_where_no_plan_says_so(columns: int, layerfuses:
 
 def test_the_op_is_vllms_own_or_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inside.why_not() is None
-    with mock.patch.object(KERNELS, "fp8_gemm_nt", _deep_gemm):
-        assert re.search(r"fp8_gemm_nt .*not vLLM's own: it is from test_vllm_inside", inside.why_not() or "")
+    for name in ("fp8_gemm_nt", "flashinfer_fp8_blockscale_gemm"):
+        with mock.patch.object(KERNELS, name, _deep_gemm):
+            assert re.search(rf"{name} .*not vLLM's own: it is from test_vllm_inside", inside.why_not() or "")
     with mock.patch.object(KERNELS, f"_{inside.NAME}_impl", lambda x, w: x @ w):
         assert inside.why_not() == f"{inside.NAME} takes x, w, and not {', '.join(inside.ARGUMENTS)}"
     with mock.patch.object(KERNELS.envs, "VLLM_BATCH_INVARIANT", True):
         assert inside.why_not() == "VLLM_BATCH_INVARIANT multiplies by DeepGEMM at every size"
-    monkeypatch.delattr(KERNELS, f"_{inside.NAME}_impl")
-    assert "as it is known" in (inside.why_not() or "")
+    for name in ("flashinfer_fp8_blockscale_gemm", f"_{inside.NAME}_impl"):
+        monkeypatch.delattr(KERNELS, name)
+        assert re.search(rf"as it is known: .*{name}", inside.why_not() or "")

@@ -332,6 +332,31 @@ def with_experts(spec: AnySpec, **changes: Any) -> AnySpec:
     return attrs.evolve(spec, experts=attrs.evolve(spec.experts, **changes)) if mixed else spec
 
 
+@pytest.mark.parametrize(
+    ("engine", "left"),
+    [
+        (Engine(name="vllm", linears={}, inside=None), True),
+        (Engine(name="vllm", linears={}, inside=None, shared_apart=True), False),
+        (Engine(name="sglang", linears={}, linears_apart=True), True),
+        (Engine(name="transformers", linears={}, linears_apart=True), False),
+    ],
+    ids=["vLLM", "vLLM, Step-5", "SGLang", "transformers"],
+)
+def test_shared_experts_are_the_engines_where_wide_routed_ones_run_beside_them(engine: Engine, left: bool) -> None:
+    config = FusionConfig.parse(f"+{BLOCKS}", strict=False)
+    config = attrs.evolve(
+        config, quant=ActivationQuant.parse("group128,inside" if engine.name == "vllm" else "group128")
+    )
+    made = plan(registry.model("deepseek-v3").specs(), Target.named("sm90"), config, engine)
+    shared = {site.name for site in made.sites if site.role == LINEAR and site.experts is not None}
+    found = {
+        (each.kind, "hold up the router" in each.reason)
+        for each in made.decisions
+        if each.site in shared and each.fusion == BLOCKS and each.tokens.first == 1
+    }
+    assert found == ({("refused", True)} if left else {("expected", False)})
+
+
 def test_other_experts_are_not_applicable_and_what_an_engine_keeps_is_refused() -> None:
     config = FusionConfig.parse("all")
     plain = [*registry.model("deepseek-v3").specs(tp=8)]
