@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from ..process import troubled
 from . import decode_ops
 from .decode_ops import Layer
-from .decode_trial import With, code_of
+from .decode_trial import With
 from .host_bound import holds
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ class OwnBeyond(InductorPass):  # type: ignore[misc]
 
     def __init__(self, tokens: range, made: Iterable[Layer]) -> None:
         self.tokens = tokens
-        self.kinds = {(layer.kind(), code_of(layer)): layer for layer in made}
+        self.kinds = {(layer.form(), _code_in_front(layer)): layer for layer in made}
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
         """Whether a range of vLLM's is one of them."""
@@ -114,6 +114,12 @@ class OwnBeyond(InductorPass):  # type: ignore[misc]
         if len(found) != 1:
             raise TypeError(f"{len(found)} kinds of layers have the settings of {latents}")
         return found[0]
+
+
+def _code_in_front(layer: Layer) -> frozenset[Hashable]:
+    """As `decode_trial.code_of`, without the attention and its cache, which are not traced."""
+    behind = f" of this {type(layer.attention).__qualname__}"
+    return frozenset((place, what) for place, what in layer.around.alike if not place.endswith(behind))
 
 
 @contextmanager

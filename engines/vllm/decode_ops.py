@@ -125,11 +125,14 @@ class Layer:
 
     def kind(self) -> Hashable:
         """All that decides which kernels are compiled: alike in most layers of a model."""
+        return self.form(), self.cache_dtype, self.query_dtype, self.attention.kv_cache_dtype
+
+    def form(self) -> Hashable:
+        """What of it is no matter of its cache."""
         attention = self.attention
         tensors = *(each["weight"] for each in self.norms), attention.W_UK_T, *self.tables
         forms = tuple((each.dtype, each.shape, each.stride()) for each in tensors)
-        settings = self.epsilons, self.offsets, self.pairs, self.cache_dtype, self.query_dtype
-        return attention.W_UK_T.device, forms, settings, attention.kv_cache_dtype, attention.qk_nope_head_dim
+        return attention.W_UK_T.device, forms, self.epsilons, self.offsets, self.pairs, attention.qk_nope_head_dim
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:

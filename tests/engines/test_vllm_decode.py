@@ -200,6 +200,24 @@ def test_steps_of_more_tokens_than_are_captured_are_vllms_own(stored: tuple[str,
         )
 
 
+def test_beyond_graphs_layers_that_differ_in_their_caches_alone_are_of_one_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def skipping(*args: Any, **config: Any) -> Any:
+        made = engine_config(*args, **config)
+        made.cache_config.kv_cache_dtype_skip_layers = ["0"]  # a cache in float32 beside those in fp8
+        return made
+
+    monkeypatch.setattr(vllm_paged, "engine_config", skipping)
+    config = {"cache_dtype": "fp8", "steps": STEPS[:3]}
+    wanted, _, _ = ran("deepseek-v3", tmp_path / "own", False, mode="NONE", **config)
+    got, _, calls = ran("deepseek-v3", tmp_path, ON, mode="VLLM_COMPILE", captured=4, **config)
+    for a, b in zip(got, wanted, strict=True):
+        assert (a - b).norm() / b.norm() < CLOSE["fp8", "float32"][0]
+    few = {"mla_norm_rope_cache_into": 3, "mla_query_absorb": 3, VLLMS: 0}
+    assert calls == [{VLLMS: 3}, {VLLMS: 3}, few]
+
+
 class Executed(TorchDispatchMode):
     """Counts the ops that torch runs, in compiled graphs too, which hold one for each op of theirs in these tests."""
 
