@@ -118,8 +118,9 @@ class OwnBeyond(InductorPass):  # type: ignore[misc]
 
 def _code_in_front(layer: Layer) -> frozenset[Hashable]:
     """As `decode_trial.code_of`, without the attention and its cache, which are not traced."""
+    alike: Any = layer.around.alike
     behind = f" of this {type(layer.attention).__qualname__}"
-    return frozenset((place, what) for place, what in layer.around.alike if not place.endswith(behind))
+    return frozenset((place, what) for place, what in alike if not place.endswith(behind))
 
 
 @contextmanager
