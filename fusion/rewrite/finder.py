@@ -159,6 +159,8 @@ class Finder:
                 # LoRA puts a module of its own in a linear's place, and the linear inside of that.
                 places = next(filter(None, self._of_linears.outwards(node)), ())
                 where = Location(places=places, how="module path")
+            elif not where.places:
+                continue  # a head, which no spec lists, keeps its own
             site = where.places[0][0] if len(where.places) == 1 else None
             wanted = anywhere if site is None else self._few[site.name]
             asked = [reader for reader in several if not wanted.isdisjoint(reader.gives)]

@@ -81,7 +81,7 @@ def test_torchao_per_row() -> None:
     fused = fusion.compile(model, engine=engine_of(model), target=CPU_FP8, config=config)
     assert_answers_alike(model, fused)
     assert fused.report.of(ROWS).last_call == len(linears(model)) - 2, str(fused.report)
-    assert {record.others for record in fused.report.records} == {("scaled_linear",) * 2}
+    assert not any(record.others for record in fused.report.records)
 
 
 @pytest.mark.usefixtures("_op_by_op")
