@@ -181,8 +181,14 @@ def known_form(name: str) -> tuple[Fusion, Form]:
 
     Raises:
         UnknownFusionError: there is none.
+        BenchError: it is one that only engines have a place for.
     """
     known = forms() | forms_over_ranks()
+    if isinstance(name, str) and name in FUSIONS and name not in known:
+        raise BenchError(
+            f"{name} stands in engines alone, and is measured by scripts of the repository: few_token_gemm.py and "
+            "few_token_experts.py in bench/scripts, and vllm_engine.py in vLLM"
+        )
     if not isinstance(name, str) or name not in known:
         raise UnknownFusionError(name, known)
     return known[name]

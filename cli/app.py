@@ -62,7 +62,8 @@ def app() -> None:
 
     \b
     Environment:
-      LAYERFUSE_FUSIONS=none|all|NAME|-NAME   which fusions are wanted
+      LAYERFUSE_FUSIONS=none|all|NAME,...     which fusions are wanted: these alone
+      LAYERFUSE_FUSIONS=+NAME,-NAME,...       beside what is on by default
       LAYERFUSE_BACKEND=NAME                  the one backend to use
       LAYERFUSE_SHADOW=N                      compare N calls of each fused op with its reference
       LAYERFUSE_PDL=0                         no kernel starts while the one before it ends

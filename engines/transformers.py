@@ -110,7 +110,7 @@ def engine_of(model: nn.Module) -> Engine:
     Raises:
         ArgumentError: it is no module.
     """
-    expect("model", model, nn.Module, "a model of transformers'")
+    expect("model", model, nn.Module, "a model of transformers")
     module: Any = sys.modules.get(MODULE)
     every = () if module is None else model.named_modules(remove_duplicate=False)
     linears = {path: each for path, each in every if isinstance(each, module.FP8Linear)}

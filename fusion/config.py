@@ -217,6 +217,9 @@ class FusionConfig:
                 origin=origin,
                 strict=strict,
             )
+        signed = next((word for word in words if word[1:] in ("none", "all")), None)
+        if signed is not None:
+            raise FusionConfigError(f"{origin}: {signed[1:]!r} takes no sign, got {shown(signed)}")
         alone = next((word for word in words if word in ("none", "all")), None)
         if alone is not None:
             raise FusionConfigError(

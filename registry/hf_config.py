@@ -104,7 +104,7 @@ class HFConfig:
         if key not in self.values or value is None:
             self.problems.append(f"{key} is {'null' if key in self.values else 'missing'}{self._instead(key)}")
         else:
-            most = f" of at most {LARGEST}" if type(value) is int and value > 0 else ""
+            most = "" if type(value) is not int else f" of at most {LARGEST}" if value > 0 else " of at least 0"
             self.problems.append(f"{key}: expected a whole number{most}, got {shown(value)}")
         return 1
 

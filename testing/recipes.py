@@ -235,6 +235,6 @@ RECIPES: Mapping[str, Recipe] = {
 """By the `model_type` that entries declare, those that `general` makes none of, or another."""
 
 NOT_IN_TRANSFORMERS: Mapping[str, str] = {
-    "kimi_k3": "transformers 5.23 has no kimi_k3; vLLM's layers of it are read instead",
+    "kimi_k3": "transformers (read up to 5.24) has no kimi_k3; vLLM's layers of it are read instead",
 }
 """Why a declared `model_type` has no recipe, in a sentence."""

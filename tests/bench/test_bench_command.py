@@ -105,6 +105,8 @@ def test_in_the_repository_they_go_to_its_results(type_in, tmp_path):
     ("typed", "code", "said"),
     [
         (["mla_dual_rmsnorm"], 2, "no fusion is called 'mla_dual_rmsnorm'; did you mean 'mla_dual_rms_norm'"),
+        (["few_token_linear"], 2, "few_token_linear stands in engines alone, and is measured by scripts of the repos"),
+        (["mla_decode"], 2, "mla_decode stands in engines alone, and is measured by scripts of the repository: few"),
         (["nosuch"], 2, "no fusion is called 'nosuch'. Known: "),
         (["mla_dual_rms_norm", *TINY, "--peers", "eagr"], 2, "no peer is called 'eagr'; did you mean 'eager'?"),
         (["mla_dual_rms_norm", "--model", "deepseek-v4"], 2, "did you mean deepseek-v3 or"),

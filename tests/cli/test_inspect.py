@@ -321,7 +321,7 @@ def test_whether_an_unknown_architecture_s_mlps_are_gated_no_config_says():
         ({"num_attention_heads": 10**18, "head_dim": 64}, "expected a whole number of at most"),
         ({"num_attention_heads": 0}, "num_heads: expected at least 1, got 0"),
         ({"num_hidden_layers": 10**9}, "expected 1 to 1000"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers: expected a whole number"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers: expected a whole number of at least 0, got -1"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: expected a number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a number above 0"),
         ({"mamba_d_state": 16}, "layers that are no attention"),

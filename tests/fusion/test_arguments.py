@@ -32,6 +32,9 @@ def test_a_fusion_that_is_both_on_and_off_is_an_error(line: str, monkeypatch: py
 
 
 def test_words_that_stand_alone() -> None:
+    for line in ("+all", "-all", "add_rms_norm,+all"):
+        with pytest.raises(FusionConfigError, match=r"'all' takes no sign, got '[+-]all'$"):
+            fusion.FusionConfig.parse(line)
     with pytest.raises(FusionConfigError, match="'none' stands alone"):
         fusion.FusionConfig.parse("none,add_rms_norm")
     with pytest.raises(TypeError, match="expected a line such as"):
