@@ -79,12 +79,14 @@ def expect_products(compiled: CompiledModule, module: nn.Module) -> dict[str, An
 
 
 def _stand(compiled: CompiledModule, module: nn.Module, sites: list[Site], kernels: dict[str, Any]) -> None:
-    """Stand at the products of shared experts' kernels, and at their silu * up."""
+    """Stand at the products of shared experts' kernels, and at their silu * up, but where the plan's own chains stand: they are called by themselves there."""
     mlps = [
         (site.layer, site.spec)
         for site in compiled.plan.sites
         if isinstance(site.spec, GatedMLPSpec) and site.experts is not None and site.linear is None
+        if not any(decision.applies for decision in compiled.plan.at(site.name))
     ]
+    sites = [site for site in sites if not site.handed_over]
     stood = {site.name: native_methods((kernels[site.name], PRODUCT)) for site in sites}
     alone = plan(mlps, compiled.plan.target, compiled.plan.config, compiled.plan.engine)
     standing = AtSharedExperts(compiled=attrs.evolve(compiled, plan=alone), model=module, seams=SEAMS)

@@ -18,6 +18,8 @@ import torch
 from attrs import frozen
 
 pytest.importorskip("vllm_started")
+from few_token_linears import BLOCKS
+from test_vllm_inside import as_installed
 from test_vllm_plugin import ADD, DUAL, ROWS, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from test_vllm_specs import BLOCK
 from torch import Tensor
@@ -246,3 +248,19 @@ def test_linears_behind_them_take_what_they_quantise(
         assert f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the first run" in said(
             caplog
         )
+
+
+def test_shared_experts_that_are_called_by_themselves_have_the_plans_own_chains(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With FlashInfer installed their products are layerfuse's for few tokens too, behind silu * up that stands there once."""
+    names = f"{ADD}_group_quant", "silu_mul_group_quant", BLOCKS
+    with as_installed(), started("Dots3NoteForCausalLM", tmp_path, False, BLOCK, "bfloat16") as engine:
+        plain = [engine(tokens) for tokens in (6, 1, 33)]
+    caplog.clear()
+    options = {"fusions": [*names], "strict": True}
+    with as_installed(), started("Dots3NoteForCausalLM", tmp_path, options, BLOCK, "bfloat16") as engine:
+        assert max(apart(engine(tokens), each) for tokens, each in zip((6, 1, 33), plain, strict=True)) < EDGES
+    for name, sites in zip(names, (5, 3, 8), strict=True):
+        line = f"{name}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the first run"
+        assert line in said(caplog)
