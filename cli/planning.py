@@ -14,7 +14,7 @@ from ..adapters.errors import LayerfuseError, SpecError, cut, did_you_mean, show
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.config import FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
-from ..fusion.planning import ANY, unfound
+from ..fusion.planning import ANY
 from ..fusion.sites import ROLES, UNREAD
 from ..fusion.steps.linear import HELD
 from .console import prose_width, require_writable, show, write_text
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..registry.catalog import ModelEntry
-    from ..registry.published import Linears
+    from ..registry.published import Linears, QuantKind
 
 DEFAULT_TARGET = "gfx950"
 """Of plans that nobody gave a target for, unless they are for vLLM or SGLang."""
@@ -145,6 +145,10 @@ def plan_data(
         from ..engines.sglang import facts
 
         around = facts.engine_of(entry.architectures)
+    elif engine == "transformers" and published and any(map(_is_in_blocks, entry.quant.values())):
+        from ..engines.transformers_facts import keeps
+
+        around = Engine(name=engine, keeps=keeps())
     decided, notes = plan(specs, device, config, around), []
     if engine == "vllm":
         from ..engines.vllm import host_bound
@@ -251,7 +255,7 @@ def _unfound(decided: Plan) -> list[str]:
     from ..engines.vllm.decode_facts import TAKES
 
     absent = [name for name in Options().named if not decided.concerns(name)]
-    found = unfound(absent, decided.decisions, TAKES)
+    found = decided.unfound(absent, TAKES)
     return [f"{name} is asked for, and has no site in this model: {why}." for name, why in found.items()]
 
 
@@ -262,6 +266,11 @@ def _held(decided: Plan) -> list[str]:
 
 
 _BLOCKS = (128, 128)
+
+
+def _is_in_blocks(kind: QuantKind) -> bool:
+    """Whether these are linears in fp8 blocks, and not routed experts alone."""
+    return kind.weight == "float8_e4m3fn" and kind.weight_spec.block == _BLOCKS and {*kind.linears} != {"experts"}
 
 
 def _quantising(entry: ModelEntry, how: str) -> ModelEntry:

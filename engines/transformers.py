@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.arguments import expect
-from ..fusion.catalog import FUSIONS
 from ..fusion.engine import Engine
 from ..fusion.linear_ops import GROUP_QUANT_LINEAR
 from ..fusion.match.calls import Call
@@ -28,6 +27,7 @@ from . import trial
 from .handover import why_products_apart
 from .hooks import Hook, HookError, check
 from .linears import UNFIT, fits
+from .transformers_facts import keeps
 from .whose import is_source, module_of
 
 MODULE, NAME = "transformers.integrations.finegrained_fp8", "fp8_linear"
@@ -35,7 +35,6 @@ TAKES = ("input", "weight", "weight_scale_inv", "block_size", "bias", "activatio
 FUNCTION = Hook(name=NAME, module=MODULE, path=NAME, takes=TAKES, others="none")
 """transformers' function."""
 
-KEPT = "transformers' fp8 linears come to their kernels by a function that quantises what it is given"
 LINEAR = torch.ops.layerfuse.group_quant_linear.default
 
 _own: list[Callable[..., Tensor]] = []
@@ -117,13 +116,12 @@ def engine_of(model: nn.Module) -> Engine:
     problem = _why_not_stand(module) if linears else None
     tried: dict[Any, str | None] = {}
     left = {path: problem or _why_not(each, module, tried) for path, each in linears.items()}
-    quantised = [name for name, fusion in FUSIONS.items() if fusion.format is not None]
     return Engine(
         name="transformers",
         linears={path: why for path, why in left.items() if why is not None},
         linears_apart=True,
         loaded=True,
-        keeps=dict.fromkeys(quantised if linears else (), KEPT),
+        keeps=keeps() if linears else {},
     )
 
 

@@ -28,7 +28,7 @@ from .engine import Engine
 from .legality import legality
 from .limits import TokenLimit
 from .policy import Policy, shipped
-from .sites import ACTIVATION, Site, decode_sites, linear_sites, mixture_sites, sites_of, stack_of
+from .sites import ACTIVATION, LINEAR, Site, decode_sites, linear_sites, mixture_sites, sites_of, stack_of
 from .steps import Kind, Legality
 from .target import Target
 
@@ -186,6 +186,14 @@ class Plan:
         FUSIONS.check(fusion)
         return any(d.fusion == fusion and d.kind != "not_applicable" for d in self.decisions)
 
+    def unfound(self, names: Iterable[str], taken: str | None = None) -> dict[str, str]:
+        """As the function `unfound`, of this plan alone."""
+        found = unfound(names, self.decisions, taken)
+        engine = self.engine
+        if engine is None or (engine.name == "transformers" and engine.linears is None):
+            found |= {name: LINEARS_BY_ENGINE for name in found if FUSIONS[name].roles == (LINEAR,)}
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
@@ -282,6 +290,10 @@ def plan(
         decisions += decide.over(products)
     every = (*sites, *linears, *routed)
     return Plan(target=target, config=config, engine=engine, specs=placed, sites=every, decisions=tuple(decisions))
+
+
+LINEARS_BY_ENGINE = "there is a place for it in transformers' models with fusion.compile(model, engine=engines.transformers.engine_of(model))"
+"""Why a plan that was told of no loaded model has no site for a linear."""
 
 
 def unfound(names: Iterable[str], decisions: Iterable[Decision], taken: str | None = None) -> dict[str, str]:

@@ -8,6 +8,7 @@ import tomli_w
 from helpers import ROOT
 
 from layerfuse import registry
+from layerfuse.engines.transformers_facts import KEPT
 from layerfuse.fusion.sites import ROLES
 
 KIMI_CONFIG = Path(__file__).parent.parent / "engines" / "checkpoints" / "kimi-k2.5" / "config.json"
@@ -283,6 +284,28 @@ def test_linears_that_quantise_inside_of_their_op(run, monkeypatch):
     assert "measured faster on sm90, where linears quantise inside of their op" in silu("--target", "sm100")["reason"]
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "silu_mul_group_quant")
     assert silu("--target", "sm100")["decision"] == "expected"
+
+
+@pytest.mark.parametrize("model", ["qwen3-32b-fp8", "deepseek-v3"])
+def test_in_front_of_transformers_fp8_linears_nothing_quantises(run, monkeypatch, model):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "all")
+
+    def decided(*asked):
+        data = json.loads(run("plan", model, *asked, "--engine", "transformers", "--target", "h100", "--json").out)
+        rows = [row for kind in data["kinds"] for several in kind["sites"].values() for row in several]
+        return {(row["decision"], row["reason"]) for row in rows if row["fusion"] == "add_rms_norm_group_quant"}
+
+    assert ("not_applicable", KEPT) in decided() and "expected" not in dict(decided())
+    assert "expected" in dict(decided("--quant", "group128")), "of somebody else's linears"
+
+
+def test_linears_of_transformers_models_have_a_place_by_the_engine_that_is_made_of_them(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "+few_token_linear,+mla_decode")
+    for engine in (["--engine", "transformers"], []):
+        out = said(run("plan", "qwen3-8b", *engine, "--target", "h100"))
+        assert "few_token_linear is asked for, and has no site in this model: there is a place for it in " in out
+        assert "fusion.compile(model, engine=engines.transformers.engine_of(model))." in out
+        assert "there is a place for it in vLLM's MLA layers alone" in out
 
 
 def test_every_scheme_can_be_asked_for(run):

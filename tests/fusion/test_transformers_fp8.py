@@ -17,7 +17,8 @@ from torch import nn
 
 from layerfuse import fusion, registry
 from layerfuse.adapters.errors import ArgumentError
-from layerfuse.engines.transformers import KEPT, engine_of
+from layerfuse.engines.transformers import engine_of
+from layerfuse.engines.transformers_facts import KEPT
 from layerfuse.fusion import FusionConfig, FusionMissedError, Target, backends
 from layerfuse.fusion.catalog.few_token_linear import BLOCKS, PLAIN
 from layerfuse.fusion.ops.linear import dequantised, group_quant_linear, scales_shape
