@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 
 from attrs import define, field, frozen
 
-from ..adapters.errors import shown
+from ..adapters.errors import FOREIGN, shown
 from .compose import is_inner, op_of
 from .declare import REQUIRED, Kernel, Op
 from .formats import FORMATS, Format
 from .limits import TokenLimit
-from .sites import ROLES, Site
+from .sites import FINAL, ROLES, Site
 from .steps import (
     SOURCES,
     STAGES,
@@ -45,11 +45,22 @@ Limit: TypeAlias = Callable[[Site, Any, Any], TokenLimit | None]
 
 def _steps(chain: Iterable[Any]) -> tuple[Step, ...]:
     """Classes stand for their defaults, so that a chain reads `(Add, Norm)`."""
-    return tuple(step() if isinstance(step, type) else step for step in chain)
+    steps = _several("chain", chain, "steps, as (Add, Norm)")
+    return tuple(step() if isinstance(step, type) and issubclass(step, Step) else step for step in steps)
+
+
+def _several(name: str, value: Any, what: str) -> tuple[Any, ...]:
+    """What is given as a list, a tuple or a generator: one of them alone is a slip, as is a text, whose letters are no names."""
+    try:
+        if not isinstance(value, str | bytes):
+            return tuple(value)
+    except FOREIGN:  # what it is to go through it is the value's own code
+        pass
+    raise FusionError(f"{name}: expected {what}, got {shown(value)}")
 
 
 def _names(several: Iterable[str]) -> tuple[str, ...]:
-    return tuple(several)
+    return _several("roles", several, f"names of roles, as ({FINAL!r},)")
 
 
 FAMILY = (
@@ -67,12 +78,10 @@ COLLECTIVE = (
 
 
 def _kernels(several: Iterable[Kernel]) -> tuple[Kernel, ...]:
-    found = tuple(several)
-    wrong: Any = next((each for each in found if not isinstance(each, Kernel)), None)
-    if wrong is not None:
-        raise FusionError(
-            f"backends: expected kernels, as (Kernel(backend='triton', function=...),), got {shown(wrong)}"
-        )
+    what = "kernels, as (Kernel(backend='triton', function=...),)"
+    found = _several("backends", several, what)
+    for wrong in [each for each in found if not isinstance(each, Kernel)]:
+        raise FusionError(f"backends: expected {what}, got {shown(wrong)}")
     names = [kernel.backend for kernel in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -92,6 +101,13 @@ class Form:
     op: Op
     in_graphs: bool = True
     "Whether a graph may hold it. One that is not stands at module level alone."
+
+
+def _limit(fusion: Any, _attribute: object, value: object) -> None:
+    if value is not None and not callable(value):
+        raise FusionError(
+            f"{fusion.name}: limit: expected a function from site, target and engine to a TokenLimit, got {shown(value)}"
+        )
 
 
 @define(kw_only=True, eq=False, frozen=True, slots=False)
@@ -117,7 +133,7 @@ class Fusion:
     "Whether there is a form for norms that are padded with columns of zeros behind them."
     backends: tuple[Kernel, ...] = field(converter=_kernels, repr=False)
     "Its kernels, the preferred one first: AITER and Triton for a chain of the family. The op's reference comes after them."
-    limit: Limit | None = field(default=None, repr=False)
+    limit: Limit | None = field(default=None, repr=False, validator=_limit)
     "Up to how many tokens it is taken at a site; None: any number, everywhere."
     opt_in: bool = False
     "Whether it is on by its own name alone: `all` does not ask for it."
@@ -221,9 +237,9 @@ class Fusion:
         return format_of(self.chain)
 
     def _bad_steps(self) -> Iterable[str]:
-        wrong: Any = next((step for step in self.chain if not isinstance(step, Step)), None)
-        if wrong is not None:
-            yield f"chain: expected steps, such as Add, Norm or Quant(per='token'), got {wrong!r:.80}"
+        chain: tuple[Any, ...] = self.chain
+        for wrong in [step for step in chain if not isinstance(step, Step)]:
+            yield f"chain: expected steps, such as Add, Norm or Quant(per='token'), got {shown(wrong)}"
             return
         named: dict[str, Any] = {}
         for step in self.chain:
@@ -241,7 +257,7 @@ class Fusion:
     def _bad_chain(self) -> Iterable[str]:
         op: Any = self.op
         if not isinstance(op, Op):
-            yield f"op: expected an Op, got {op!r:.80}"
+            yield f"op: expected an Op, got {shown(op)}"
         wrong = [*self._bad_steps()]
         if wrong:
             yield wrong[0]
@@ -262,7 +278,7 @@ class Fusion:
         if not self.roles:
             yield f"it stands at no role; known: {', '.join(ROLES)}"
         for name in self.roles:
-            role = ROLES.get(name)
+            role = ROLES.get(name) if isinstance(name, str) else None
             if role is None:
                 yield f"no role is called {shown(name)}; known: {', '.join(ROLES)}"
                 continue

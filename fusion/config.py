@@ -13,7 +13,7 @@ from attrs import asdict, field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
 from ..adapters.arguments import expect
-from ..adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean, shown
+from ..adapters.errors import FOREIGN, ArgumentError, LayerfuseError, cut, did_you_mean, shown
 from .catalog import FUSIONS
 from .chain import Fusion
 from .engine import Engine
@@ -147,8 +147,11 @@ def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quan
 def _only(value: Any) -> frozenset[tuple[str, str]] | None:
     if value is None:
         return None
-    pairs = [] if isinstance(value, str) else [*value]
-    if isinstance(value, str) or not all(
+    try:
+        pairs = None if isinstance(value, str) else [*value]
+    except FOREIGN:  # what it is to go through it is the value's own code
+        pairs = None
+    if pairs is None or not all(
         isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, str) for each in pair) for pair in pairs
     ):
         raise FusionConfigError(f"FusionConfig.only: expected (site, fusion) pairs, or None, got {shown(value)}")

@@ -18,7 +18,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from ..adapters.arguments import expect
-from ..adapters.errors import ArgumentError
+from ..adapters.errors import ArgumentError, ArgumentValueError, did_you_mean, shown
 from .compiler import inductor_with, refuse_inner
 from .live_plan import Asked, LivePlan
 from .report import FusionMissedError, Missed, Report, with_fallback
@@ -44,11 +44,12 @@ def layerfuse(
             model it is, where a function is compiled that calls one.
 
     Raises:
-        ArgumentError: an option is of another type, or it cannot be told whose graph it is.
+        ArgumentError: an option is of another type or of neither's, or it cannot be told whose graph it is.
         FusionMissedError: strict, and a fusion that was expected in the graph is not in it.
     """
     given = dict(options or {})
     ours = {name: given.pop(name) for name in _OURS if name in given}
+    _check_inductors(given)
     model = ours.pop("model", None)
     if model is None:
         model = _called()
@@ -85,6 +86,20 @@ def report_of(model: nn.Module) -> Report:
             "the graphs of another model of its class"
         )
     return _plans[model].pipeline.report
+
+
+def _check_inductors(given: dict[str, Any]) -> None:
+    """Refuse what is no option of Inductor's either."""
+    from torch._inductor import config
+
+    inductor = config.get_config_copy()
+    unknown = next((name for name in given if str(name).replace("-", "_") not in inductor), None)
+    if unknown is not None:
+        raise ArgumentValueError(
+            f"options: neither layerfuse nor Inductor has an option {shown(unknown)}"
+            f"{did_you_mean(unknown, [*_OURS, *inductor]) or '.'} layerfuse's are {', '.join(_OURS)}; Inductor's are those of "
+            "torch._inductor.config"
+        )
 
 
 def _called() -> nn.Module:

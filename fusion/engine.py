@@ -13,7 +13,7 @@ import attrs
 from attrs import field, frozen
 
 from ..adapters.arguments import expect
-from ..adapters.errors import ArgumentError, LayerfuseError, did_you_mean, shown
+from ..adapters.errors import ArgumentError, ArgumentValueError, LayerfuseError, did_you_mean, shown
 
 
 class UnknownFusionEngineError(LayerfuseError, LookupError):
@@ -33,6 +33,21 @@ def _reasons(_instance: Engine, attribute: attrs.Attribute[Any], reasons: object
     for key, reason in reasons.items():
         if not isinstance(key, str) or not isinstance(reason, str):
             raise ArgumentError(f"Engine.{attribute.name}: expected texts, got {shown(reason)} for {shown(key)}")
+        _check_key(attribute.name, key)
+
+
+def _check_key(said: str, key: str) -> None:
+    """A key that is of nothing would never say its reason, and the fusion that was meant would stand there."""
+    from .catalog import FUSIONS
+    from .sites import ROLES
+
+    known = (*FUSIONS, *ROLES, "*")
+    if key not in known:
+        raise ArgumentValueError(
+            f"Engine.{said}: no fusion or role is called {shown(key)}{did_you_mean(key, known) or '.'} Roles: "
+            f"{', '.join(ROLES)}; '*' stands for everything in `refuses`. Fusions: {', '.join(FUSIONS)}."
+            + "".join(f" Not usable: {error}" for error in FUSIONS.refused)
+        )
 
 
 def _name(_instance: Engine, _attribute: object, name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 from attrs import field, frozen
 
+from ..adapters.arguments import check_word
 from ..adapters.errors import ArgumentError, ArgumentValueError, UnknownNameError, did_you_mean, shown
 
 
@@ -36,6 +37,13 @@ def _text(_instance: Target, attribute: attrs.Attribute[Any], value: object) -> 
         raise ArgumentValueError(f"Target.{attribute.name}: expected a short name, without blanks, got {shown(value)}")
 
 
+VENDORS = ("amd", "nvidia", "cpu")
+
+
+def _vendor(_instance: Target, _attribute: object, value: str) -> None:
+    check_word("Target.vendor", value, VENDORS)
+
+
 FP8_FORMATS = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
 """The float8 formats by torch's names. Ops write the first two; a plan for another says so."""
 
@@ -56,7 +64,7 @@ class Target:
 
     arch: str = field(validator=_text)
     "As the toolchain spells it: gfx950, gfx942, sm90, cpu."
-    vendor: str = field(validator=_text)
+    vendor: str = field(validator=_vendor)
     "amd, nvidia or cpu."
     fp8: str | None = field(default=None, validator=_fp8)
     "The float8 format its matrix units take: e4m3fn (OCP), e4m3fnuz (gfx940 to gfx942), or None."

@@ -15,6 +15,8 @@ from layerfuse import LayerfuseError, adapters, bench, fusion, registry, tensor_
 from layerfuse.adapters import DEEPSEEK_V3, Adapter, Facts, GatedDeltaNetSpec, MLASpec, NormSpec, Parallel, const
 from layerfuse.fusion import metadata
 from layerfuse.fusion.backends import force
+from layerfuse.fusion.chain import Fusion, Norm
+from layerfuse.fusion.sites import FINAL
 from layerfuse.registry import files
 from layerfuse.registry.inspect import inspect
 
@@ -70,6 +72,10 @@ DENSE = registry.model("qwen3-4b")
 def entered(size: Any, rank: Any) -> None:
     with tensor_parallel(size, rank):
         pass
+
+
+def declared(**changes: Any) -> Any:
+    return Fusion(**{"name": "mine", "doc": "one op", "level": 1, "roles": (FINAL,), "chain": (Norm,), **changes})
 
 
 def measure(**changes: Any) -> Any:
@@ -138,13 +144,16 @@ CALLS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "Plan.expects tokens": (lambda v: PLAN.expects("x", v), but(NO_COUNT, *OTHER_NUMBERS)),
     "Target.named": (fusion.Target.named, NONE_OF_THEM),
     "Target": (lambda v: fusion.Target(arch=v, vendor="amd"), but(NONE_OF_THEM, "text")),
-    "Target vendor": (lambda v: fusion.Target(arch="gfx950", vendor=v), NO_TEXT),
+    "Target vendor": (lambda v: fusion.Target(arch="gfx950", vendor=v), {**NONE_OF_THEM, "misspelt": "nvida"}),
     "Target fp8": (lambda v: fusion.Target(arch="gfx950", vendor="amd", fp8=v), but(NONE_OF_THEM, "None")),
     "Engine": (lambda v: fusion.Engine(name=v), but(NONE_OF_THEM, "text")),
     "Engine experts": (lambda v: fusion.Engine(name="x", experts=v), but(NO_TEXT, "None")),
     "Engine uncompiled": (lambda v: fusion.Engine(name="x", uncompiled=v), but(NO_TEXT, "None")),
     **{
-        f"Engine {said}": (lambda v, said=said: fusion.Engine(name="x", **{said: v}), NONE_OF_THEM)
+        f"Engine {said}": (
+            lambda v, said=said: fusion.Engine(name="x", **{said: v}),
+            {**NONE_OF_THEM, "of nothing": {"foo": "x"}, "misspelt": {"add_rms_nrm": "x"}},
+        )
         for said in ("refuses", "does", "keeps")
     },
     "Pipeline": (fusion.Pipeline, NONE_OF_THEM),
@@ -154,6 +163,12 @@ CALLS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "FusionConfig quant": (lambda v: fusion.FusionConfig(quant=v), but(NONE_OF_THEM, "None")),
     "FusionConfig strict": (lambda v: fusion.FusionConfig(strict=v), NO_FLAG),
     "FusionConfig origin": (lambda v: fusion.FusionConfig(origin=v), NO_TEXT),
+    "FusionConfig only": (lambda v: fusion.FusionConfig(only=v), but(NONE_OF_THEM, "None")),
+    "Fusion chain": (lambda v: declared(chain=v), {**NONE_OF_THEM, "a step's class": Norm, "a step": Norm()}),
+    "Fusion roles": (lambda v: declared(roles=v), NONE_OF_THEM),
+    "Fusion role": (lambda v: declared(roles=(v,)), NONE_OF_THEM),
+    "Fusion backends": (lambda v: declared(backends=v), NONE_OF_THEM),
+    "Fusion limit": (lambda v: declared(limit=v), but(NONE_OF_THEM, "None", "class")),
     "ActivationQuant": (lambda v: fusion.ActivationQuant(group_size=v), but(NONE_OF_THEM, "None")),
     "ActivationQuant flag": (lambda v: fusion.ActivationQuant(use_ue8m0=v), NO_FLAG),
     "ActivationQuant.parse": (fusion.ActivationQuant.parse, NONE_OF_THEM),

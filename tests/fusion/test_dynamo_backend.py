@@ -160,6 +160,10 @@ def test_its_options_are_those_of_compile_and_inductors() -> None:
     model = qwen()
     with pytest.raises(BackendCompilerFailed, match="strict: expected True or False, got 3"):
         logits(compiled(model, strict=3))
+    with pytest.raises(
+        BackendCompilerFailed, match=r"an option 'engin'; did you mean 'engine'.* layerfuse's are model, specs"
+    ):
+        logits(torch.compile(model, backend=layerfuse, options={"engin": 3}))
     with pytest.raises(BackendCompilerFailed, match=r"options\['model'\]"):
         logits(torch.compile(model, backend=layerfuse, options={"model": "qwen"}))
     off = compiled(model, config=FusionConfig(level=0), max_autotune=False)

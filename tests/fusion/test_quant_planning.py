@@ -118,7 +118,7 @@ def test_a_switch_turns_it_on_at_level_1() -> None:
     ("target", "reason"),
     [
         (Target.named("cpu"), "cpu has no fp8 format, and the fused op writes e4m3fn or e4m3fnuz"),
-        (Target(arch="x", vendor="x", fp8="e5m2"), "x has fp8 e5m2, and the fused op writes e4m3fn or e4m3fnuz"),
+        (Target(arch="x", vendor="amd", fp8="e5m2"), "x has fp8 e5m2, and the fused op writes e4m3fn or e4m3fnuz"),
     ],
 )
 def test_a_target_without_the_format(target: Target, reason: str) -> None:
