@@ -169,7 +169,11 @@ def vllm_table() -> Iterator[str]:
         measured = [*shipped().of(name, "vllm")]
         for each in measured:
             yield f"| `{name}` | {f'yes: {each.where}' if each.faster else 'no'} | {each.figure} |"
-        if not measured:
+        goes_with = FUSIONS[name].goes_with
+        if goes_with is not None and not measured:
+            others_on = f"`{goes_with}` is" if goes_with in FUSIONS else "fusions that quantise in the same way are"
+            yield f"| `{name}` | yes: where {others_on} on | with these ([few tokens](#few-tokens)) |"
+        elif not measured:
             others.append(name)
     if others:
         yield f"| the other {len(others)} | no | not measured in vLLM |"

@@ -43,7 +43,11 @@ def test_nothing_is_on_where_nothing_was_measured(run, monkeypatch):
     found = decisions(run)
     assert {kind for kind, _ in found.values()} <= {"refused", "not_applicable"}
     does = "SGLang does it: its own kernel for the add and the norm (fused_add_rmsnorm); naming the fusion takes it instead"
-    assert found["post_attention", ADD] == ("not_applicable", does)
+    kind, reason = found["post_attention", ADD]
+    assert kind == "not_applicable" and reason.startswith(f"{does}; log probabilities were farther from SGLang's")
+    for role, name, ratios in (("post_attention", GROUP, "1.02, 1.04"), ("latents", INSIDE["latents"], "1.25, 1.18")):
+        assert "unless switched on: log probabilities" in found[role, name][1]
+        assert f"(docs/sglang.md): {ratios}, " in found[role, name][1]
 
 
 def test_what_is_asked_for_stands_where_there_is_a_place_for_it(run, monkeypatch):

@@ -238,7 +238,7 @@ def test_a_policy_is_one() -> None:
 @pytest.mark.parametrize("measured", shipped().measurement, ids=lambda each: f"{each.stage}-{each.arm}")
 def test_every_row_is_what_its_results_file_says(measured: Measurement) -> None:
     assert {batch: [*cell] for batch, cell in measured.decode.items()} == policy_rows.cells(
-        measured.file, measured.stage, measured.arm, measured.against or "vllm"
+        measured.file, measured.stage, measured.arm, measured.against or measured.engine
     )
     assert all(name in FUSIONS for name in (*measured.fusions, *filter(None, [measured.unless])))
 
