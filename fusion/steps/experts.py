@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from ..sites import EXPERTS
-from .linear import HELD, Linear
+from .linear import Linear
 from .step import At, Legality, Source
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
+
+
+EXPERTS_HELD = "not known: how the routed experts hold their weights"
+"""Of a mixture that nothing was said of, as the reason begins."""
 
 
 @frozen(kw_only=True)
@@ -21,6 +25,7 @@ class Experts(Linear):
 
     roles = frozenset({EXPERTS})
     launches = "two launches"
+    whose = "an expert's weight"
 
     out: str = ""
 
@@ -36,7 +41,7 @@ class Experts(Linear):
         experts = at.site.experts
         assert experts is not None, "a site of this role has a mixture"
         if experts.weight is None:
-            return Legality("not_applicable", HELD)
+            return Legality("refused", f"{EXPERTS_HELD}; {self.reads}")
         # What quantises inside of their kernels is what the op does as well.
         quant = None if at.quant is None else self.other_quant(at.quant)
         return self.other_weight(experts.weight) or (None if quant is None else Legality("not_applicable", quant))

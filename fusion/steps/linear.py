@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import evolve, field, frozen
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ..rewrite.binding import Binding
 
 
-HELD = "not known: how it holds its weight"
-"""Of a linear that nothing was said of."""
+HELD = "not known: how the linear holds its weight"
+"""Of a linear that nothing was said of, as the reason begins."""
 
 
 @frozen(kw_only=True)
@@ -31,6 +31,7 @@ class Linear(Whole):
 
     weights: tuple[WeightSpec, ...]
     "What the op reads."
+    whose: ClassVar[str] = "the linear's weight"
     schemes: tuple[str, ...] = ()
     "How the linear quantises what it reads, in words of `ActivationQuant.scheme`; none: it does not."
     group_size: int | None = None
@@ -56,7 +57,7 @@ class Linear(Whole):
             return other
         unsaid = linear.weight is None and linear.activation is None and at.quant is None
         if unsaid and not at.declared and not self.schemes:
-            return Legality("refused", HELD)
+            return Legality("refused", f"{HELD}; {self.reads}")
         problem = self._why_no_quant(linear, at)
         if problem is not None:
             return Legality("not_applicable", problem)
@@ -82,7 +83,12 @@ class Linear(Whole):
         """What the op says of a weight that it does not read; None of one that it reads, or that is not known."""
         if weight is None or weight in self.weights:
             return None
-        return Legality("not_applicable", f"its weight is {_words(weight)}")
+        return Legality("not_applicable", f"{self.whose} is {_words(weight)}; {self.reads}")
+
+    @property
+    def reads(self) -> str:
+        """The weights that the op reads, in words."""
+        return f"{self.op.name} reads {' or '.join(map(_words, self.weights))}"
 
     def other_quant(self, quant: ActivationQuant) -> str | None:
         """The same of how what is read is quantised, as a sentence."""
@@ -104,4 +110,5 @@ class Linear(Whole):
 
 def _words(weight: WeightSpec) -> str:
     block = "" if weight.block is None else f" of {' x '.join(map(str, weight.block))}"
-    return weight.dtype if weight.scheme == "plain" else f"{weight.dtype}, one scale per {weight.scheme}{block}"
+    shares = "MX group" if weight.scheme == "mx" else weight.scheme
+    return weight.dtype if weight.scheme == "plain" else f"{weight.dtype}, one scale per {shares}{block}"

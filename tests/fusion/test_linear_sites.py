@@ -22,7 +22,6 @@ from layerfuse.fusion.live_plan import module_index_of
 from layerfuse.fusion.report import GraphRecord, Report
 from layerfuse.fusion.rewrite import Pipeline
 from layerfuse.fusion.sites import LINEAR, linear_sites, stack_of
-from layerfuse.fusion.steps.linear import HELD
 from layerfuse.testing.op_inputs import arguments_of
 
 SM90 = Target.named("sm90")
@@ -115,7 +114,10 @@ def test_block_fp8_goes_with_quantised_fusions_and_the_rest_by_name(specs: list[
         assert {kind for kind, _ in decided(made, BLOCKS).values()} == {"expected"}
     assert {str(each.tokens) for each in made.expected(BLOCKS)} == {"up to 16 tokens"}
     assert set(decided(made, PLAIN).values()) == {
-        ("not_applicable", "its weight is float8_e4m3fn, one scale per block of 128 x 128")
+        (
+            "not_applicable",
+            "the linear's weight is float8_e4m3fn, one scale per block of 128 x 128; few_token_linear reads bfloat16 or float16",
+        )
     }
     for fusions, why in (
         ("add_rms_norm", "switched off"),
@@ -361,12 +363,13 @@ def test_other_experts_are_not_applicable_and_what_an_engine_keeps_is_refused() 
     config = FusionConfig.parse("all")
     plain = [*registry.model("deepseek-v3").specs(tp=8)]
     kinds = {each.kind: each.reason for each in plan(plain, SM90, config, ENGINE).decisions if each.fusion == ROUTED}
-    assert kinds == {"not_applicable": HELD}
+    why = "not known: how the routed experts hold their weights; block_scaled_experts reads float8_e4m3fn, one scale per block of 128 x 128"
+    assert kinds == {"refused": why}
     found = [*registry.model("deepseek-v3").specs(tp=8, published=True)]
     read = [(layer, with_experts(spec, activation="quantises inside of its kernel")) for layer, spec in found]
     assert len(plan(read, SM90, config, ENGINE).expected(ROUTED)) == 58, "as vLLM's are read"
     for changes, why in (
-        ({"weight": weight_spec("float8_e4m3fn", "tensor", None)}, "its weight is float8_e4m3fn, one scale"),
+        ({"weight": weight_spec("float8_e4m3fn", "tensor", None)}, "an expert's weight is float8_e4m3fn, one scale"),
         ({"activation": ActivationQuant()}, "it quantises with one scale per token"),
     ):
         other = plan([(layer, with_experts(spec, **changes)) for layer, spec in found], SM90, config, ENGINE)
