@@ -106,7 +106,7 @@ def models(files: tuple[Path, ...], json: bool) -> None:
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the ranks.")
 @click.option(
     "--target",
-    help="h200, mi355x, another usual GPU, any gfxNNN or smNN, or cpu. By default gfx950; with --engine vllm or sglang the GPU of this machine, or sm90 without one.",
+    help="h200, mi355x, another usual GPU, any gfxNNN or smNN, or cpu. By default gfx950; with --engine transformers, vllm or sglang the GPU of this machine, or sm90 without one.",
 )
 @click.option(
     "--engine",

@@ -12,7 +12,7 @@ import attrs
 from ..adapters.activation_quant import ActivationQuantError
 from ..adapters.errors import LayerfuseError, SpecError, cut, did_you_mean, shown
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
-from ..fusion.config import FusionConfigError
+from ..fusion.config import ENVIRONMENT, NEEDS_LEVEL, FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
 from ..fusion.planning import ANY
 from ..fusion.sites import ROLES, UNREAD
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from ..registry.published import Linears, QuantKind
 
 DEFAULT_TARGET = "gfx950"
-"""Of plans that nobody gave a target for, unless they are for vLLM or SGLang."""
+"""Of plans that nobody gave a target for, unless they are for one of `RUNS_HERE`."""
+RUNS_HERE = ("transformers", "vllm", "sglang")
+"""The engines that layerfuse runs in, whose plans are for this machine's GPU."""
 ENGINE_TARGET = "sm90"
-"""Of those where torch can use no GPU: H100s and H200s run most of both."""
+"""Of those where torch can use no GPU: H100s and H200s run most of them."""
 
 LARGEST_TP_LISTED = 64
 _SHOWN = ("fusions", "rows", "paths", "read")
@@ -62,7 +64,7 @@ def target_for(engine: str | None) -> tuple[str, str | None]:
 
     For an engine it is this machine's GPU, as what an engine fuses itself, and what was measured faster there, differs by GPU. That imports torch.
     """
-    if engine not in ("vllm", "sglang"):
+    if engine not in RUNS_HERE:
         return DEFAULT_TARGET, None
     try:
         found = Target.detect()
@@ -190,6 +192,7 @@ def plan_data(
             *_of_release(engine, engine_version),
             *_uncompiled(around),
             *_linears(decided),
+            *_leveled(decided),
             *_held(decided),
             *notes,
         ],
@@ -259,8 +262,17 @@ def _unfound(decided: Plan) -> list[str]:
     return [f"{name} is asked for, and has no site in this model: {why}." for name, why in found.items()]
 
 
+def _leveled(decided: Plan) -> list[str]:
+    """How to ask for what is off by its level alone, where nobody has said a level."""
+    off = [each.fusion for each in decided.decisions if each.kind == "refused" and NEEDS_LEVEL in each.reason]
+    if not off or decided.config.level is not None:
+        return []
+    named = ",".join(f"+{name}" for name in dict.fromkeys(off))
+    return [f"{ENVIRONMENT}={named} switches on what level 1 leaves off, {ENVIRONMENT}=all whatever can stand."]
+
+
 def _held(decided: Plan) -> list[str]:
-    if all(each.reason != HELD for each in decided.decisions):
+    if not any(each.reason.startswith(HELD) for each in decided.decisions):
         return []
     return [f"Nothing says how the linears of this model hold their weights: --quant {NO_QUANT} plans for 16 bits."]
 

@@ -32,6 +32,9 @@ LEVELS = {
 
 DEFAULT_LEVEL = 1
 
+NEEDS_LEVEL = "needs optimisation level"
+"""In the reason why a fusion is off by its level alone."""
+
 
 class FusionConfigError(LayerfuseError, ValueError):
     """A switch or level that does not exist."""
@@ -275,7 +278,7 @@ class FusionConfig:
             return f"{fusion.name} is on by its own name alone"
         level = DEFAULT_LEVEL if self.level is None else self.level
         if fusion.level > level and (measured is None or self.level is not None):
-            return f"{fusion.name} needs optimisation level {fusion.level}, and {self.origin} sets level {level}"
+            return f"{fusion.name} {NEEDS_LEVEL} {fusion.level}, and {self.origin} sets level {level}"
         return None
 
     def quant_at(self, site: Site) -> ActivationQuant | None:

@@ -122,6 +122,18 @@ def test_an_engine_without_epsilons_of_its_own(run, engine):
     assert [line for line in out.splitlines() if "RMSNorm over" in line] == same
 
 
+def test_what_its_level_alone_leaves_off_is_said_with_the_variable_that_switches_it_on(run, monkeypatch):
+    def notes(fusions):
+        monkeypatch.setenv("LAYERFUSE_FUSIONS", fusions)
+        data = json.loads(run("plan", "deepseek-v3", "--target", "gfx950", "--json").out)
+        return [note for note in data["notes"] if note.startswith("LAYERFUSE_FUSIONS=")]
+
+    (said,) = notes("")
+    named = said.partition(" ")[0].removeprefix("LAYERFUSE_FUSIONS=")
+    assert "+silu_mul_group_quant" in named and "LAYERFUSE_FUSIONS=all" in said
+    assert notes(named) == notes("all") == notes("none") == []
+
+
 def test_targets_and_engines_in_any_case(run):
     small = run("plan", "kimi-k2.5", "--target", "gfx942", "--engine", "transformers").out
     assert run("plan", "kimi-k2.5", "--target", "GFX942", "--engine", "Transformers").out == small
