@@ -104,7 +104,8 @@ def engine_of(model: nn.Module) -> Engine:
     Each shape of its `FP8Linear`s is tried out once: transformers' function, and with it the kernel that the hub gives, against layerfuse's op.
 
     Args:
-        model: as it will run, on its device. To be called before it is compiled.
+        model: as it will run, on its device. To be called before it is compiled. Any module will do, as a part of a model or a model of another
+            library's that has linears of torch or torchao: nothing but its linears is looked at.
 
     Raises:
         ArgumentError: it is no module.

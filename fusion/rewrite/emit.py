@@ -19,7 +19,7 @@ from ..match.calls import find_op
 from ..match.errors import Unmatched
 from ..match.values import is_contiguous, same_shape, value
 from ..planning import Plan
-from ..steps import SINKS
+from ..steps import main_step
 from .binding import Binding, needed_by, val_of
 from .hoisting import check_writes, hoist
 from .layouts import Made, view
@@ -128,13 +128,14 @@ def _bind(fusion: Fusion, form: Form, use: SiteMatch, plan: Plan, moved: dict[No
 def _check_results(fusion: Fusion, form: Form, bound: Binding, val: Any) -> None:
     """What a step of another package may have named wrongly: each result takes the place of a tensor of its dtype and shape."""
     results = dict(zip((each.name for each in form.op.results), val if isinstance(val, tuple) else (val,), strict=True))
+    main = main_step(form.chain)
     for step in form.chain:
         if step.is_ours or bound.finish or bound.is_inner(step):
             continue
         for name in step.outs:
             node = bound.outs.get(name)
             what = None if node is None else value(node)
-            if not isinstance(what, torch.Tensor) or (node is bound.result and step.stage == SINKS):
+            if not isinstance(what, torch.Tensor) or (node is bound.result and step is not main):
                 raise Unmatched(f"{type(step).__name__} of {fusion.owner} does not say what {name} takes the place of")
             same = name in bound.views or same_shape(what.shape, results[name].shape)
             if not same or what.dtype != results[name].dtype:

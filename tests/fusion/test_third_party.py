@@ -90,6 +90,7 @@ with torch.no_grad():
 own["audit"] = [audit.fusions[{times!r}].profiled, audit.fusions[{times!r}].counted]
 result = bench.run({times!r}, model="deepseek-v3", tokens=[1], quick=True, peers=["layerfuse", "eager"])
 own["bench"] = bench.markdown(result)
+own["elsewhere"] = [len(fusion.plan(specs, gfx950, fusion.FusionConfig.parse(how)).expected({times!r})) for how in ("", "all", {times!r})]
 own["op"] = ops.example_add_rms_norm_times.__doc__
 print("SAID " + json.dumps(said))
 """
@@ -110,6 +111,7 @@ def test_it_is_known_everywhere(site: Path) -> None:
     entry_points = [detail for package, detail in said["doctor"] if package.startswith("fusions of layerfuse-example")]
     assert set(entry_points) == {f"known: {NAME}, {TIMES}, add_layer_norm"}
     assert said["own step"]["audit"] == [1, 1]
+    assert said["own step"]["elsewhere"] == [0, 0, 1], "it is expected of no model that does not name it"
     assert "RMSNorm of `x + residual`, and the sum itself, times `factor`." in said["own step"]["op"]
     assert TIMES in said["own step"]["bench"] and "layerfuse (reference)" in said["own step"]["bench"]
     assert NAME in said["bench"] and "layerfuse (reference)" in said["bench"]
@@ -147,7 +149,8 @@ else:
 from layerfuse import FinalNormSpec, NormSpec, Parallel, fusion
 norm = NormSpec(width=64, epsilon=1e-6, weight_offset=0.0)
 final = FinalNormSpec(hidden_size=64, layer_index=1, parallel=Parallel(size=1, rank=0), final_norm=norm)
-plan = fusion.plan([("", final)], fusion.Target.named("cpu"))
+config = fusion.FusionConfig(switches={"example_add_rms_norm_times": True})
+plan = fusion.plan([("", final)], fusion.Target.named("cpu"), config)
 said = {"key": fusion.Pipeline(plan).uuid(), "plan": [str(each) for each in plan.decisions if each.fusion == "example_add_rms_norm_times"]}
 
 class Model(torch.nn.Module):
@@ -158,7 +161,7 @@ class Model(torch.nn.Module):
     def forward(self, x, residual):
         return self.norm(x + residual) * 0.25
 
-fused = fusion.compile(Model(), specs=[("", final)])
+fused = fusion.compile(Model(), specs=[("", final)], config=config)
 with torch.inference_mode():
     fused(*x)
 said["report"] = str(fused.report)
