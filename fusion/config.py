@@ -281,6 +281,13 @@ class FusionConfig:
             return f"{fusion.name} {NEEDS_LEVEL} {fusion.level}, and {self.origin} sets level {level}"
         return None
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The fusions that are switched on by name: with `all`, none is."""
+        on = {name for name, switch in self.switches if switch}
+        every = {name for name, fusion in FUSIONS.items() if not fusion.opt_in}
+        return tuple(sorted(on - every if every <= on else on))
+
     def quant_at(self, site: Site) -> ActivationQuant | None:
         """How what reads a site's first norm, or its product, quantises it: as declared here, else as read off the model."""
         declared = dict(self.quant)

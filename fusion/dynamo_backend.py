@@ -130,5 +130,5 @@ def _check(report: Report, before: int) -> None:
         for use in record.uses:
             for fusion, reason in use.missed.items():
                 missed.setdefault(fusion, {})[use.site] = with_fallback(reason, use.fused)
-    if missed or report.unknown:
-        raise FusionMissedError(missed, report.unknown)
+    if missed or report.unknown or report.unfound:
+        raise FusionMissedError(missed, report.unknown, report.unfound)

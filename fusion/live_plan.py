@@ -104,7 +104,7 @@ class LivePlan:
     def __init__(self, model: nn.Module, asked: Asked) -> None:
         self.asked, self.seen = asked, asked.look(model)
         self.pipeline = Pipeline(asked.plan(self.seen), around=self.seen.around)
-        self.pipeline.report.unknown.update(self.seen.unknown)
+        self._tell()
 
     def look_again(self, model: nn.Module) -> bool:
         """Plan anew where the model says something else now, and whether it does."""
@@ -112,9 +112,15 @@ class LivePlan:
         if now == self.seen:
             return False
         self.pipeline.replan(self.asked.plan(now), now.around)
-        self.pipeline.report.unknown = now.unknown
         self.seen = now
+        self._tell()
         return True
+
+    def _tell(self) -> None:
+        """Let the report say what the plan does not."""
+        report, plan = self.pipeline.report, self.pipeline.plan
+        report.unknown = self.seen.unknown
+        report.unfound = plan.unfound(name for name in plan.config.named if not plan.concerns(name))
 
 
 def module_index_of(model: nn.Module) -> ModuleIndex:

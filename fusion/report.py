@@ -89,26 +89,31 @@ class CallRecord:
 class FusionMissedError(LayerfuseError, RuntimeError):
     """Expected fusions that did not happen, or layers of which nothing can be expected.
 
-    `missed` maps fusion to site to reason; `unknown` maps what no adapter reads to its class.
+    `missed` maps fusion to site to reason; `unknown` maps what no adapter reads to its class, `unfound` what is asked for by name and has
+    no site to the reason.
     """
 
-    def __init__(self, missed: Missed, unknown: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, missed: Missed, unknown: dict[str, str] | None = None, unfound: dict[str, str] | None = None
+    ) -> None:
         self.missed = missed
         self.unknown = {} if unknown is None else unknown
-        super().__init__(missed, self.unknown)
+        self.unfound = {} if unfound is None else unfound
+        super().__init__(missed, self.unknown, self.unfound)
 
     def __str__(self) -> str:
         lines = []
         for fusion, sites in self.missed.items():
             lines.append(f"{fusion} was expected and did not happen at {len(sites)} sites:")
             lines += [f"  - {site}: {reason}" for site, reason in sites.items()]
+        lines += [f"{name} is asked for, and has no site in this model: {why}" for name, why in self.unfound.items()]
         if self.unknown:
             lines.append("No adapter knows the class of these layers, so nothing can be planned for them:")
             lines += [f"  - {layer or 'the model itself'}: {name}" for layer, name in self.unknown.items()]
             lines.append(
                 "Declare the class in a models.toml entry, or pass specs= to leave such layers out on purpose."
             )
-        if self.missed:
+        if self.missed or self.unfound:
             lines.append("Switch the fusion off in FusionConfig, or compile with strict=False, if that is acceptable.")
         return "\n".join(lines)
 
@@ -188,6 +193,8 @@ class Report:
         "What fused ops gave beside their references, where `fusion.compile` was asked to compare; see `shadow.found`."
         self.unknown: dict[str, str] = {}
         "What no adapter reads though it should (`registry.unknown_in`), with its class: it is in no plan."
+        self.unfound: dict[str, str] = {}
+        "What is asked for by name and has no site in the model, with the reason."
 
     def replan(self, plan: Plan) -> None:
         """Hold graphs and calls to another plan from now on. What was missed where it says something else is no miss of it."""
@@ -324,8 +331,8 @@ class Report:
             self._raise(call.missed, self._with(call.strange))
 
     def _raise(self, missed: Missed, unknown: dict[str, str]) -> None:
-        if missed or unknown:
-            raise FusionMissedError(missed, unknown)
+        if missed or unknown or self.unfound:
+            raise FusionMissedError(missed, unknown, self.unfound)
 
     def all_unknown(self) -> dict[str, str]:
         """What no adapter reads, by its class, and what graphs hold of norms beyond that."""
@@ -348,6 +355,7 @@ class Report:
             "graphs": self.graphs,
             "calls": self.calls,
             "unknown": self.all_unknown(),
+            "unfound": self.unfound,
             "fusions": {name: self.of(name).to_dict() for name in FUSIONS},
             "records": [attrs.asdict(record) for record in self.records],
             **({} if self.shadow is None else {"shadow": self.shadow.to_dict()}),
@@ -358,6 +366,7 @@ class Report:
         lines = [f"fusion report: {self.graphs} graphs compiled for {self.plan.target}{calls}"]
         for name in filter(self.plan.concerns, FUSIONS):
             lines += ["  " + line for line in str(self.of(name)).splitlines()]
+        lines += [f"  {name} is asked for, and has no site in this model: {why}" for name, why in self.unfound.items()]
         lines += [
             f"  unknown: {layer or 'the model itself'}: no adapter knows {name}"
             for layer, name in self.all_unknown().items()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from layerfuse import fusion, registry
 from layerfuse.fusion import FusionMissedError
 from layerfuse.fusion.report import Report
 from layerfuse.testing import small_model
+
+IDS = torch.arange(5)[None]
 
 
 class FooAttention(torch.nn.Module):
@@ -60,3 +63,33 @@ def test_specs_that_are_given_leave_a_layer_out_on_purpose(model: torch.nn.Modul
 
     assert compiled.report.unknown == {}
     Report.check(compiled.report)
+
+
+@pytest.mark.usefixtures("_op_by_op")
+def test_what_is_named_and_has_no_site_is_in_the_report_and_stops_a_strict_call() -> None:
+    config = fusion.FusionConfig.parse("+gated_rms_norm,+few_token_linear,+add_rms_norm")
+    model = small_model(registry.model("qwen3-8b"), layers=1, hidden_size=64, heads=2)
+    fused = fusion.compile(model, config=config)
+    with torch.no_grad():
+        fused(input_ids=IDS, use_cache=False)
+    told = "gated_rms_norm is asked for, and has no site in this model: none of its layers has such a chain"
+    assert told in str(fused.report) and [*fused.report.unfound] == ["few_token_linear", "gated_rms_norm"]
+    assert "engine_of(model)" in fused.report.to_dict()["unfound"]["few_token_linear"]
+    strict = fusion.compile(model, config=config, strict=True)
+    with torch.no_grad(), pytest.raises(FusionMissedError, match=told) as caught:
+        strict(input_ids=IDS, use_cache=False)
+    assert caught.value.unfound == fused.report.unfound and not caught.value.missed
+    by_backend = torch.compile(model, backend="layerfuse", options={"config": config, "strict": True})
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match=told):
+        by_backend(input_ids=IDS, use_cache=False)
+
+
+@pytest.mark.usefixtures("_op_by_op")
+@pytest.mark.parametrize("line", ["all", "none", "-gated_rms_norm", "+few_token_linear"])
+def test_what_nobody_names_and_what_is_refused_at_its_sites_stops_no_call(line: str) -> None:
+    model = small_model(registry.model("qwen3-8b"), layers=1, hidden_size=64, heads=2, dtype=torch.bfloat16)
+    engine = fusion.Engine(name="transformers", linears={}, refuses={"few_token_linear": "not here"})
+    fused = fusion.compile(model, config=fusion.FusionConfig.parse(line), engine=engine, strict=True)
+    with torch.no_grad():
+        fused(input_ids=IDS, use_cache=False)
+    assert not fused.report.unfound and "not here" in str(fused.report)
