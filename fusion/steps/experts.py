@@ -41,7 +41,7 @@ class Experts(Linear):
         experts = at.site.experts
         assert experts is not None, "a site of this role has a mixture"
         if experts.weight is None:
-            return Legality("refused", f"{EXPERTS_HELD}; {self.reads}")
+            return Legality("not_applicable", f"{EXPERTS_HELD}; {self.reads}")
         # What quantises inside of their kernels is what the op does as well.
         quant = None if at.quant is None else self.other_quant(at.quant)
         return self.other_weight(experts.weight) or (None if quant is None else Legality("not_applicable", quant))

@@ -61,16 +61,6 @@ def test_what_is_asked_for_stands_where_there_is_a_place_for_it(run, monkeypatch
     assert "fused ops can stand in its modules only" in " ".join(run(*HERE).out.split())
 
 
-def test_experts_have_no_place_there_however_they_hold_their_weights(run, monkeypatch):
-    monkeypatch.setenv("LAYERFUSE_FUSIONS", "all")
-    data = json.loads(run("plan", "qwen3-30b-a3b", "--engine", "sglang", "--target", "sm90", "--json").out)
-    rows = [each for kind in data["kinds"] for each in kind["sites"].get("experts", [])]
-    none = "SGLang compiles no model, and layerfuse knows no place for it in SGLang's code yet"
-    assert [(row["fusion"], row["decision"], row["reason"], row["sites"]) for row in rows] == [
-        ("few_token_experts_group_quant", "refused", none, 48)
-    ]
-
-
 @pytest.mark.parametrize(
     ("model", "why"),
     [

@@ -98,7 +98,7 @@ def calls_of(step: Any, given: Any) -> int:
     return counted
 
 
-def test_there_vllms_own_graph_runs_and_costs_the_host_what_it_costs_without(
+def test_there_vllms_own_graph_runs_and_costs_the_host_no_more_than_without(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # To find a step's graph among three takes longer than among one: 0.1 us for a piece.
@@ -119,7 +119,7 @@ def test_there_vllms_own_graph_runs_and_costs_the_host_what_it_costs_without(
                 if tokens == WAITS:
                     assert torch.equal(found, own)
             if start == "cold":  # vLLM calls fewer where it has read a model from its cache
-                assert min(calls_of(engine, WAITS) for _ in range(3)) == calls
+                assert min(calls_of(engine, WAITS) for _ in range(3)) <= calls
         lines = said(caplog)
         assert {FUSED.format(ADD, 4, "profiling run"), FUSED.format(DUAL, 2, "profiling run")} <= {*lines}
         assert "over 3 graphs and 2 ranges of tokens: (1, 8), (33, 2048)" in lines

@@ -364,7 +364,7 @@ def test_other_experts_are_not_applicable_and_what_an_engine_keeps_is_refused() 
     plain = [*registry.model("deepseek-v3").specs(tp=8)]
     kinds = {each.kind: each.reason for each in plan(plain, SM90, config, ENGINE).decisions if each.fusion == ROUTED}
     why = "not known: how the routed experts hold their weights; block_scaled_experts reads float8_e4m3fn, one scale per block of 128 x 128"
-    assert kinds == {"refused": why}
+    assert kinds == {"not_applicable": why}
     found = [*registry.model("deepseek-v3").specs(tp=8, published=True)]
     read = [(layer, with_experts(spec, activation="quantises inside of its kernel")) for layer, spec in found]
     assert len(plan(read, SM90, config, ENGINE).expected(ROUTED)) == 58, "as vLLM's are read"
