@@ -36,6 +36,7 @@ FUNCTION = Hook(name=NAME, module=MODULE, path=NAME, takes=TAKES, others="none")
 """transformers' function."""
 
 LINEAR = torch.ops.layerfuse.group_quant_linear.default
+_COMPUTED = (torch.bfloat16, torch.float16)
 
 _own: list[Callable[..., Tensor]] = []
 """transformers' function, once ours stands in its place."""
@@ -116,7 +117,9 @@ def engine_of(model: nn.Module) -> Engine:
     linears = {path: each for path, each in every if isinstance(each, module.FP8Linear)}
     problem = _why_not_stand(module) if linears else None
     tried: dict[Any, str | None] = {}
-    left = {path: problem or _why_not(each, module, tried) for path, each in linears.items()}
+    # What the model computes in: its weights in fp8 do not say.
+    dtype = next((each.dtype for each in model.parameters() if each.dtype in _COMPUTED), torch.bfloat16)
+    left = {path: problem or _why_not(each, module, dtype, tried) for path, each in linears.items()}
     return Engine(
         name="transformers",
         linears={path: why for path, why in left.items() if why is not None},
@@ -142,7 +145,7 @@ def _why_not_stand(module: Any) -> str | None:
     return None
 
 
-def _why_not(linear: Any, module: Any, tried: dict[Any, str | None]) -> str | None:
+def _why_not(linear: Any, module: Any, dtype: torch.dtype, tried: dict[Any, str | None]) -> str | None:
     """Why a linear is transformers' with few tokens too, as a sentence, or None. `tried`: the same of each kind that was tried out."""
     if type(linear).forward is not module.FP8Linear.forward:
         return f"the forward of its class, {type(linear).__qualname__}, is another than FP8Linear's"
@@ -153,17 +156,19 @@ def _why_not(linear: Any, module: Any, tried: dict[Any, str | None]) -> str | No
         return "its weight is not loaded, so that what runs there cannot be tried out"
     key = weight.shape, weight.device, linear._deepgemm_disabled
     if key not in tried:
-        tried[key] = _difference(weight, weight_scale, not linear._deepgemm_disabled)
+        tried[key] = _difference(weight, weight_scale, dtype, not linear._deepgemm_disabled)
     return tried[key]
 
 
-def _difference(weight: Tensor, weight_scale: Tensor, allow_deepgemm: bool) -> str | None:
-    """Call transformers' function and ours on random rows: how they differ, as a sentence, or None."""
-    x = trial.random(weight.new_empty(trial.ROWS, weight.shape[1], dtype=torch.bfloat16))
+def _difference(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, allow_deepgemm: bool) -> str | None:
+    """Call transformers' function and ours on random rows of a dtype: how they differ, as a sentence, or None."""
+    x = trial.random(weight.new_empty(trial.ROWS, weight.shape[1], dtype=dtype))
     try:
         with torch.no_grad():
             theirs = _whole(allow_deepgemm, x, weight, weight_scale)
             ours = LINEAR(x, weight, weight_scale, False, False, "")
     except Exception as error:  # of anybody's
         return trial.raised(error)
+    if theirs.dtype != ours.dtype:
+        return f"what runs there gives {theirs.dtype} for rows of {dtype}"
     return why_products_apart(theirs, ours)

@@ -311,6 +311,16 @@ def test_kernels_that_are_missing_or_compute_something_else(
     assert reasons(model) and all(kind == "refused" and why in reason for kind, reason in reasons(model))
 
 
+def test_it_is_tried_out_in_the_dtype_that_the_model_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may give one dtype for every other, and a graph was promised the model's own."""
+    matmul = finegrained.load_finegrained_fp8_kernel().matmul
+    always = SimpleNamespace(matmul=lambda *given, **named: matmul(*given, **named).bfloat16())
+    monkeypatch.setattr(finegrained, "load_finegrained_fp8_kernel", lambda: always)
+    for dtype, refused in ((torch.bfloat16, False), (torch.float16, True)):
+        left = engine_of(nn.ModuleDict({"norm": nn.LayerNorm(256, dtype=dtype), "a": one()})).linears
+        assert left == ({"a": "what runs there gives torch.bfloat16 for rows of torch.float16"} if refused else {})
+
+
 class OfAnotherForward(finegrained.FP8Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
