@@ -52,7 +52,7 @@ class OwnBeyond(InductorPass):  # type: ignore[misc]
             _replace(graph, latents, turn, own)
 
     def uuid(self) -> str:
-        """Changes with this file, and with what is traced."""
+        """Changes with this file and these tokens. What is traced is vLLM's code, which is part of vLLM's own key."""
         return f"{self.tokens} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
 
     def _traced(self, latents: Node, turn: Node) -> Graph:

@@ -1,6 +1,7 @@
 """Linears with few tokens, whose product waits for its weights: one launch that shares out the depth, with the quantisation in front of it.
 
-Their places are in engines alone (`Engine.linears`; of transformers' models `engines.transformers.engine_of` says them), where one op holds for any number of tokens: more than few are the engine's own product.
+Their places are in engines alone (`Engine.linears`; of transformers' models `engines.transformers.engine_of` says them), where one op holds for any
+number of tokens: more than few are the engine's own product.
 """
 
 from __future__ import annotations

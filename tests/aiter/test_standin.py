@@ -20,6 +20,7 @@ import pytest
 import torch
 from binding_checks import plan_of
 from standin import EVERY_REF, RELEASES, StandInMisuse, aliases, definitions, imported, on_path, shared_standin, version
+from standin.behaviour_mla import BUFFERS
 from standin.recorded import DATA, every_key
 from torch import Tensor
 
@@ -156,15 +157,7 @@ def reduced(**changes: Any) -> None:
 def planned(**changes: Any) -> dict[str, Any]:
     """Buffers of three requests and their plan; and what the decode of it is given."""
     sizes = reached("aiter:get_mla_metadata_info_v1")(3, 1, 16, BF16, BF16, False)
-    names = (
-        "work_metadata_ptrs",
-        "work_indptr",
-        "work_info_set",
-        "reduce_indptr",
-        "reduce_final_map",
-        "reduce_partial_map",
-    )
-    buffers = plan_of(dict(zip(names, sizes, strict=True)))
+    buffers = plan_of(dict(zip(BUFFERS, sizes, strict=True)))
     if changes.pop("swapped", False):
         buffers["work_info_set"], buffers["work_indptr"] = buffers["work_indptr"], buffers["work_info_set"]
     lengths = torch.arange(4, dtype=torch.int32)
