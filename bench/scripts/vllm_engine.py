@@ -8,7 +8,8 @@ layerfuse as it is installed and in others of its own ways, and layerfuse in it.
 (`vllm_arm`). All arms of a stage are started together
 on the same GPUs, then take turns: while one is timed, the others wait. A time is that of vLLM's CUDA graph for a decode step,
 replayed behind 1024 tokens of context (`vllm_probe`); with several GPUs it is the slowest rank's.
-A ratio is the median over the turns, each of which times every arm.
+A ratio is the median over the turns, each of which times every arm. Commands that run beside each other start their engines and draw their texts
+at the same time, where the GPUs have the memory; while one times, the others wait (`_Turn`).
 
 Steps of prompts are timed by the host's clock, in many short turns, with all arms on the same few cores (`cores`): two processes take different
 times for the same work, so `--prompts`, which times nothing else, starts vLLM twice, and `vllm_again` says how far that alone is from 1. Ratios and
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -206,7 +208,7 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
         "first": (first := given.engine.first), "arms": {}, "errors": {},
     }  # fmt: skip
     engines: dict[str, Engine] = {}
-    started = time.monotonic()
+    turn, started = _Turn(), time.monotonic()
     try:
         for arm in _arms(stage, given.arms):
             engines[arm] = given.engine(arm, f"{name}.{arm}", stage, work, logs)
@@ -220,42 +222,70 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
             for arm in list(engines):
                 _try(result, engines, arm, until, None)
         result["started_s"] = round(time.monotonic() - started, 1)
-        if given.prompts:
-            _all_prompts(result, engines, stage, until, given)
-            return _concluded(result, {f"{name}.{arm}": arm for arm in result["arms"]}, logs)
-        for batch in BATCHES:
-            _settle_together(result, engines, batch, until)
-        for batch in BATCHES:
+        # What is compiled at a first call is compiled on all cores, in all arms at once.
+        for number, length in TOGETHER if given.prompts else ():
+            _all_at_once(result, engines, until, "prompts", number, length, 2)
+        for batch in () if given.prompts else BATCHES:
+            _all_at_once(result, engines, until, "settle", batch, CONTEXT)
+        # vLLM takes no logits processor, by which texts are forced, where tokens are drafted.
+        texts = not (given.prompts or given.no_texts or stage.together > 1)
+        if texts:
+            _texts(result, engines, until)
+        until += turn.take()
+        result["waited_s"] = round(time.monotonic() - started - result["started_s"], 1)
+        for batch in () if given.prompts else BATCHES:
             _time(result, engines, batch, until, given.turns)
-        for arm in list(engines):
+        for arm in () if given.prompts else list(engines):
             for batch in BATCHES:
                 # A graph that is replayed with what another batch left behind may read and write anywhere: attention kernels
                 # take lengths and splits of each sequence from memory.
                 _try(result, engines, arm, until, "settle", batch, CONTEXT)
                 _try(result, engines, arm, until, "kernels", batch)
-        if given.no_texts or stage.together > 1:  # vLLM takes no logits processor there, by which texts are forced
-            return _concluded(result, {f"{name}.{arm}": arm for arm in result["arms"]}, logs)
-        for arm in list(engines):
-            drew = _try(result, engines, arm, until, "tokens")
-            few = {each for text in drawn(drew or {}).values() for row in text for each in row}
-            if drew and len(few) < DISTINCT:
-                what = f"its greedy texts hold {len(few)} different tokens: the engine did not take the seeded weights"
-                result["errors"][arm] = what
-                engines.pop(arm).stop()
-        if first in engines:
-            text = drawn(result["arms"][first]["tokens"])
-            for arm in list(engines):
-                _try(result, engines, arm, until, "forced", text)
-            _try(result, engines, first, until, "one_by_one", text)
-        if given.engine.prompts:
+        if given.prompts or (texts and given.engine.prompts):
             _all_prompts(result, engines, stage, until, given)
+        if texts and given.engine.prompts:
             for arm in [arm for arm in engines if arm == first or arm in stage.arms]:
                 _try(result, engines, arm, until, "prefill", list(LENGTHS))
     finally:
         for engine in engines.values():
             engine.stop()
+        turn.end()
     result["seconds"] = round(time.monotonic() - started, 1)
     return _concluded(result, {f"{name}.{arm}": arm for arm in result["arms"]}, logs)
+
+
+class _Turn:
+    """At the GPUs of this machine, among all such commands: engines start beside each other, and one alone is timed."""
+
+    def __init__(self) -> None:
+        """Wait until nothing is timed."""
+        self._file = (Path(tempfile.gettempdir()) / "layerfuse_engines.lock").open("w")
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def take(self) -> float:
+        """Wait until no other engine starts or is timed: how many seconds that took."""
+        began = time.monotonic()
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        return time.monotonic() - began
+
+    def end(self) -> None:
+        """The others' turn."""
+        self._file.close()
+
+
+def _texts(result: dict[str, Any], engines: dict[str, Engine], until: float) -> None:
+    """Greedy texts of all arms, and their log probabilities of the first arm's."""
+    for arm, drew in _all_at_once(result, engines, until, "tokens").items():
+        few = {each for text in drawn(drew or {}).values() for row in text for each in row}
+        if drew and len(few) < DISTINCT:
+            what = f"its greedy texts hold {len(few)} different tokens: the engine did not take the seeded weights"
+            result["errors"][arm] = what
+            engines.pop(arm).stop()
+    first = _first(result)
+    if first in engines:
+        text = drawn(result["arms"][first]["tokens"])
+        _all_at_once(result, engines, until, "forced", text)
+        _try(result, engines, first, until, "one_by_one", text)
 
 
 def _arms(stage: Stage, only: list[str]) -> list[str]:
@@ -282,13 +312,20 @@ def starts(name: str, stage: Stage, logs: Path, work: Path, until: float, given:
 
 
 def _try(
-    result: dict[str, Any], engines: dict[str, Engine], arm: str, until: float, command: str | None, *given: Any
+    result: dict[str, Any],
+    engines: dict[str, Engine],
+    arm: str,
+    until: float,
+    command: str | None,
+    *given: Any,
+    told: bool = False,
 ) -> Any:
-    """Ask one arm; one that fails takes no further part. No command: wait until it has started."""
+    """Ask one arm, or take its answer to what it was told; one that fails takes no further part. No command: wait until it has started."""
     if arm not in engines:
         return None
     try:
-        found = engines[arm].answer(until) if command is None else engines[arm].ask(until, command, *given)
+        asked = command is not None and not told
+        found = engines[arm].ask(until, command, *given) if asked else engines[arm].answer(until)
     except (ArmError, OSError) as error:
         result["errors"][arm] = f"{command or 'start'} {' '.join(map(str, given))}: {error}"
         engines.pop(arm).stop()
@@ -299,17 +336,14 @@ def _try(
     return found
 
 
-def _settle_together(result: dict[str, Any], engines: dict[str, Engine], batch: int, until: float) -> None:
-    """Have all arms meet these sizes at once: what compiles its kernels at their first call does so on all cores."""
+def _all_at_once(
+    result: dict[str, Any], engines: dict[str, Engine], until: float, command: str, *given: Any
+) -> dict[str, Any]:
+    """Ask all arms, and wait for all: what each answered."""
     for engine in engines.values():
         with contextlib.suppress(OSError):  # its answer says that it has ended
-            engine.tell("settle", batch, CONTEXT)
-    for arm in list(engines):
-        try:
-            engines[arm].answer(until)
-        except ArmError as error:
-            result["errors"][arm] = f"settle {batch}: {error}"
-            engines.pop(arm).stop()
+            engine.tell(command, *given)
+    return {arm: _try(result, engines, arm, until, command, *given, told=True) for arm in list(engines)}
 
 
 def _in_turns(engines: dict[str, Engine], turns: int) -> Iterator[str]:

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -202,8 +203,8 @@ def test_a_whole_model_is_the_sum_of_its_layers():
     assert not [line for line in table({"stages": stages}, (1,)).splitlines() if "a rank of eight" in line]
 
 
-def test_arms_settle_together_and_one_that_fails_takes_no_further_part():
-    from vllm_engine import CONTEXT, ArmError, _settle_together
+def test_arms_are_asked_at_once_and_one_that_fails_takes_no_further_part():
+    from vllm_engine import CONTEXT, ArmError, _all_at_once
 
     order = []
 
@@ -220,13 +221,48 @@ def test_arms_settle_together_and_one_that_fails_takes_no_further_part():
             order.append((self.name, "answer"))
             if self.fails:
                 raise ArmError(f"{self.name}: its process has ended")
+            return f"{self.name} said"
 
         def stop(self):
             order.append((self.name, "stop"))
 
     engines = {"one": Fake("one"), "two": Fake("two", "told"), "three": Fake("three", "asked")}
-    result = {"errors": {}}
-    _settle_together(result, engines, 8, 0.0)
+    result = {"arms": {"one": {}}, "errors": {}}
+    assert _all_at_once(result, engines, 0.0, "tokens") == {"one": "one said", "two": None, "three": None}
+    assert result["arms"]["one"] == {"tokens": "one said"}
+    order.clear()
+    engines |= {"two": Fake("two", "told"), "three": Fake("three", "asked")}
+    _all_at_once(result, engines, 0.0, "settle", 8, CONTEXT)
     assert order[:3] == [(name, ("settle", 8, CONTEXT)) for name in ("one", "two", "three")], "all at once"
     assert list(engines) == ["one"] and list(result["errors"]) == ["two", "three"]
     assert ("two", "stop") in order and ("three", "stop") in order
+
+
+def test_one_command_is_timed_while_others_wait(tmp_path, monkeypatch):
+    from vllm_engine import _Turn
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    order = []
+    first, second = _Turn(), _Turn()  # both start
+
+    def other():
+        second.take()
+        order.append("second")
+        second.end()
+
+    waiting = threading.Thread(target=other)
+    waiting.start()
+    waiting.join(0.2)
+    assert not order, "the first still starts"
+    late = threading.Thread(target=lambda: (_Turn().end(), order.append("late")))
+    first.end()
+    waiting.join(10)
+    assert order == ["second"]
+    timed = _Turn()
+    assert timed.take() < 5
+    late.start()
+    late.join(0.2)
+    assert order == ["second"], "what starts waits while another is timed"
+    timed.end()
+    late.join(10)
+    assert order == ["second", "late"]
