@@ -544,7 +544,12 @@ def main(about: str | None = __doc__, engine: type[Engine] = Engine, stages: dic
         help="that all arms share while prompts are timed, besides one for each further rank; 0: any",
     )
     parser.add_argument("--one-by-one", action="store_true", help="start engines one after another")
-    parser.add_argument("--arms", nargs="*", default=[], help="of each stage, where not all")
+    parser.add_argument(
+        "--arms",
+        nargs="*",
+        default=[],
+        help=f"of each stage, where not all; {engine.first + AGAIN}: the first once more",
+    )
     parser.add_argument(
         "--no-texts", action="store_true", help="times and kernels alone: no tokens, no log probabilities, no prompts"
     )
@@ -572,8 +577,9 @@ def main(about: str | None = __doc__, engine: type[Engine] = Engine, stages: dic
     kind = "starts" if given.starts else "prompts" if given.prompts else "stages"
     for name in given.stages or [name for name in stages if not name.startswith("tiny")]:
         stage = stages[name]
-        if given.prompts:
-            stage = evolve(stage, ways={**stage.ways, engine.first + AGAIN: stage.ways[engine.first]})
+        again = engine.first + AGAIN
+        if given.prompts or again in given.arms:
+            stage = evolve(stage, ways={**stage.ways, again: stage.ways[engine.first]})
         left = given.limit - (time.monotonic() - BEGAN)
         if name in results.get(kind, {}) and not given.again:
             print(f"{name}: done before")
