@@ -80,6 +80,8 @@ class Engine:
     """Why no quantised fusion stands in front of a mixture's experts, nor in shared ones, as a sentence. None: nothing is known of them."""
     shared_apart: bool = False
     "Whether it calls shared experts by themselves, so that their linears are like any others."
+    shared_in_turn: bool = False
+    "Whether it runs shared experts before or behind the routed ones, on the same stream, and never beside them."
     inside: str | None = field(default="no pass of its compiler does", validator=_sentence)
     """Why a quantisation that a linear does inside of its op (`ActivationQuant.inside`) stays there, as a sentence; None: it is taken
     out where a fusion does it."""

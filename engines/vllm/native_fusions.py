@@ -14,7 +14,7 @@ from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.sites import FINAL, OWN_PLACE
 from .decode_facts import CLASS, SPARSE_MODELS, why_no_mla
-from .switches import is_set
+from .switches import SHARED_IN_TURN, is_set
 
 _PER_QUANT = ("static_quant", "per_token_quant", "group_quant")
 
@@ -351,6 +351,7 @@ def compiled(place: Place, switched: Mapping[str, bool] | None = None) -> Engine
         name="vllm",
         does={name: f"vLLM does it: {by}; {INSTEAD}" for name, by in does.items()},
         experts=EXPERTS,
+        shared_in_turn=is_set(SHARED_IN_TURN),
         inside=_inside(place),
         linears={},
     )
@@ -401,6 +402,7 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
         keeps=keeps,
         experts=EXPERTS,
         shared_apart=not SHARED_APART.isdisjoint(architectures),
+        shared_in_turn=is_set(SHARED_IN_TURN),
         inside=_inside(place),
         linears={},
     )

@@ -146,7 +146,7 @@ def engine_of(
 ) -> Engine:
     """What a plan needs to know of vLLM.
 
-    The environment is read as vLLM reads it: VLLM_BATCH_INVARIANT, and VLLM_ROCM_USE_AITER.
+    The environment is read as vLLM reads it: VLLM_BATCH_INVARIANT, VLLM_DISABLE_SHARED_EXPERTS_STREAM, and VLLM_ROCM_USE_AITER.
 
     Args:
         architectures: of the model, as its config names them.

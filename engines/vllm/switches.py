@@ -9,6 +9,9 @@ INVARIANT = f"{BATCH_INVARIANT} is set: vLLM keeps to kernels whose results do n
 
 MLA_DISABLE = "VLLM_MLA_DISABLE"
 
+SHARED_IN_TURN = "VLLM_DISABLE_SHARED_EXPERTS_STREAM"
+"""With it shared experts run behind the routed ones, on the same stream; on CPUs vLLM sets it itself."""
+
 
 def is_set(variable: str) -> bool:
     """Whether one of vLLM's switches is on in the environment."""

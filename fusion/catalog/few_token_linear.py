@@ -55,7 +55,7 @@ def limit(site: Site, _target: Target, engine: Engine | None) -> TokenLimit:
 
 
 def timed_limit(site: Site, target: Target, engine: Engine | None) -> TokenLimit:
-    """The same, on the GPU that was timed; but for shared experts that run beside wide routed ones."""
+    """The same, on the GPU that was timed; but for shared experts that run beside wide routed ones, which vLLM does on another stream."""
     if not _was_timed(target):
         return TokenLimit(most=0, reason=ELSEWHERE)
     if site.experts is not None and not tokens_of(site.experts) and not _in_turn(engine):
@@ -82,7 +82,7 @@ def tokens_of(experts: ExpertsSpec | None) -> int:
 
 def _in_turn(engine: Engine | None) -> bool:
     """Whether shared experts run before or behind the routed ones, so that both are waited for."""
-    return engine is not None and (engine.name == "transformers" or engine.shared_apart)
+    return engine is not None and (engine.name == "transformers" or engine.shared_apart or engine.shared_in_turn)
 
 
 def _was_timed(target: Target) -> bool:

@@ -14,6 +14,7 @@ from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
 from layerfuse.adapters.linear_specs import linear_spec, weight_spec
 from layerfuse.adapters.specs import WHOLE, AnySpec, MLPSpec, ResidualSpec
+from layerfuse.engines.vllm.releases import engine_of as vllm_engine_of
 from layerfuse.fusion import FUSIONS, Engine, FusionConfig, Plan, Target, plan
 from layerfuse.fusion.catalog.few_token_linear import BLOCKS, PLAIN, ROUTED, ROWS
 from layerfuse.fusion.compiler import inductor_with
@@ -339,10 +340,11 @@ def with_experts(spec: AnySpec, **changes: Any) -> AnySpec:
     [
         (Engine(name="vllm", linears={}, inside=None), True),
         (Engine(name="vllm", linears={}, inside=None, shared_apart=True), False),
+        (Engine(name="vllm", linears={}, inside=None, shared_in_turn=True), False),
         (Engine(name="sglang", linears={}, linears_apart=True), True),
         (Engine(name="transformers", linears={}, linears_apart=True), False),
     ],
-    ids=["vLLM", "vLLM, Step-5", "SGLang", "transformers"],
+    ids=["vLLM", "vLLM, Step-5", "vLLM, one stream", "SGLang", "transformers"],
 )
 def test_shared_experts_are_the_engines_where_wide_routed_ones_run_beside_them(engine: Engine, left: bool) -> None:
     config = FusionConfig.parse(f"+{BLOCKS}", strict=False)
@@ -357,6 +359,19 @@ def test_shared_experts_are_the_engines_where_wide_routed_ones_run_beside_them(e
         if each.site in shared and each.fusion == BLOCKS and each.tokens.first == 1
     }
     assert found == ({("refused", True)} if left else {("expected", False)})
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize(("value", "in_turn"), [(None, False), ("0", False), ("1", True)])
+def test_vllms_switch_says_whether_shared_experts_run_beside_routed_ones(
+    value: str | None, in_turn: bool, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", value)
+    architectures = registry.model("deepseek-v3").architectures
+    engine = vllm_engine_of(architectures, target=SM90, enforce_eager=enforce_eager)
+    assert engine.shared_in_turn is in_turn
 
 
 def test_other_experts_are_not_applicable_and_what_an_engine_keeps_is_refused() -> None:
