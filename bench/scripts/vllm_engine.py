@@ -208,7 +208,9 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
         "first": (first := given.engine.first), "arms": {}, "errors": {},
     }  # fmt: skip
     engines: dict[str, Engine] = {}
-    turn, started = _Turn(), time.monotonic()
+    turn = _Turn()
+    started, last = time.monotonic(), BEGAN + given.limit
+    until = min(until + turn.waited, last)
     try:
         for arm in _arms(stage, given.arms):
             engines[arm] = given.engine(arm, f"{name}.{arm}", stage, work, logs)
@@ -231,8 +233,9 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
         texts = not (given.prompts or given.no_texts or stage.together > 1)
         if texts:
             _texts(result, engines, until)
-        until += turn.take()
-        result["waited_s"] = round(time.monotonic() - started - result["started_s"], 1)
+        turn.take()
+        until = min(until + turn.waited, last)
+        result["waited_s"] = round(turn.waited, 1)
         for batch in () if given.prompts else BATCHES:
             _time(result, engines, batch, until, given.turns)
         for arm in () if given.prompts else list(engines):
@@ -257,16 +260,22 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
 class _Turn:
     """At the GPUs of this machine, among all such commands: engines start beside each other, and one alone is timed."""
 
+    waited = 0.0
+    "Seconds, for what was asked last."
+
     def __init__(self) -> None:
         """Wait until nothing is timed."""
         self._file = (Path(tempfile.gettempdir()) / "layerfuse_engines.lock").open("w")
-        fcntl.flock(self._file, fcntl.LOCK_SH)
+        self._ask(fcntl.LOCK_SH)
 
-    def take(self) -> float:
-        """Wait until no other engine starts or is timed: how many seconds that took."""
+    def take(self) -> None:
+        """Wait until no other engine starts or is timed."""
+        self._ask(fcntl.LOCK_EX)
+
+    def _ask(self, kind: int) -> None:
         began = time.monotonic()
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        return time.monotonic() - began
+        fcntl.flock(self._file, kind)
+        self.waited = time.monotonic() - began
 
     def end(self) -> None:
         """The others' turn."""
@@ -296,6 +305,8 @@ def _arms(stage: Stage, only: list[str]) -> list[str]:
 def starts(name: str, stage: Stage, logs: Path, work: Path, until: float, given: argparse.Namespace) -> dict[str, Any]:
     """Each arm's cold start and the next one from its caches, alone on the machine: arm -> what it said and vLLM's lines of its times."""
     found: dict[str, Any] = {}
+    turn = _Turn()
+    turn.take()
     for arm in _arms(stage, given.arms):
         for kind in ("cold", "warm"):
             engine = given.engine(arm, f"{name}.{arm}", stage, work, logs)
@@ -308,6 +319,7 @@ def starts(name: str, stage: Stage, logs: Path, work: Path, until: float, given:
             lines = engine.log.read_text(errors="replace").splitlines()
             said = [line[-240:] for line in lines if " took " in line or "layerfuse" in line or "seconds" in line]
             found[f"{arm}, {kind}"] = {**{key: ready.get(key) for key in ("start_s", "error")}, "said": said}
+    turn.end()
     return found
 
 

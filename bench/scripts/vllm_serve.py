@@ -3,7 +3,8 @@
     python bench/scripts/vllm_serve.py SHAPE [--rounds 3] [--at-once 64] [--requests 256] --out serve.json --logs FOLDER
 
 Both servers hold the same random weights of a shape of `vllm_shapes`, stand on one GPU, and are asked in turns: while one is timed, the
-other waits. Each round asks both for the same random prompts of 1024 tokens and answers of 128; one round before them is not counted.
+other waits. Each round asks both for the same random prompts of 1024 tokens and answers of 128; one round before them is not counted. Beside
+commands of `vllm_engine` servers start, and nothing else is timed while they are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from vllm_engine import LATE, QUIET
+from vllm_engine import LATE, QUIET, _Turn
 from vllm_shapes import SHAPES, folder_of
 from vllm_stages import _SKIP, _UNTRIED
 
@@ -111,6 +112,7 @@ def main() -> None:
     logs, until = given.logs / given.shape, time.monotonic() + given.limit
     logs.mkdir(parents=True, exist_ok=True)
     model = folder_of(given.shape, WORK / "models")
+    turn = _Turn()
     ports = {arm: given.port + place for place, arm in enumerate(ARMS)}
     servers = {arm: server(arm, model, port, logs, given.cache) for arm, port in ports.items()}
     rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
@@ -118,6 +120,7 @@ def main() -> None:
         for arm, process in servers.items():
             wait(process, ports[arm], until)
         print(f"{given.shape}: ready", flush=True)
+        turn.take()
         for turn in range(given.rounds + 1):
             for arm in [*ARMS][:: 1 if turn % 2 else -1]:
                 found = ask(model, ports[arm], given.requests, given.at_once, turn)
@@ -128,6 +131,7 @@ def main() -> None:
         for process in servers.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
+        turn.end()
     lines = {arm: (logs / f"{arm}.log").read_text(errors="replace").splitlines() for arm in ARMS}
     result = {
         "shape": given.shape, "prompt": PROMPT, "answer": ANSWER, "requests": given.requests, "at_once": given.at_once, "rounds": rounds,

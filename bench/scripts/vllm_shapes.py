@@ -8,6 +8,7 @@ smaller here is said in `SHAPES`: layers, and the vocabulary, which no decode gr
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -202,17 +203,24 @@ def folder_of(shape: str, below: Path) -> Path:
         config = {**outer, "text_config": config, **({"quantization_config": quantised} if quantised else {})}
     path = below / shape
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config, indent=1))
+    _write(path / "config.json", json.dumps(config, indent=1))
     words = {f"t{i}": i for i in range(VOCABULARY)}
     tokenizer = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "t2"},
     }  # fmt: skip
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    _write(path / "tokenizer.json", json.dumps(tokenizer))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t0", "eos_token": "t1", "unk_token": "t2"}
-    (path / "tokenizer_config.json").write_text(json.dumps(about))
+    _write(path / "tokenizer_config.json", json.dumps(about))
     return path
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it at once: an engine of another command may be reading there."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def sharded_in(model: Any) -> frozenset[str]:
