@@ -6,7 +6,6 @@ transformers' own kernels come from the hub, which a GPU without a network has n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +51,7 @@ def check(model: Any, fusion_name: str, config: FusionConfig, least: int) -> Non
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """A kernel in the place of the hub's: tokens -> calls."""
     finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
     own, calls = finegrained.fp8_linear, Counter[int]()
@@ -64,7 +63,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
 
     monkeypatch.setattr(finegrained, "load_finegrained_fp8_kernel", lambda: SimpleNamespace(matmul=matmul))
     monkeypatch.setattr(finegrained, "fp8_linear", own)  # put back afterwards
-    yield calls
+    return calls
 
 
 def _product(rows: Any, weight: Any, scales: Any, dtype: Any) -> torch.Tensor:
