@@ -14,6 +14,8 @@ from typing import Any
 
 CHECKPOINTS = (Path(__file__).parents[2] / "tests" / "engines" / "checkpoints", Path(__file__).parent / "checkpoints")
 VOCABULARY = 16384
+FIRST_SEED = 0
+"""Of the weights; another one gives another model of the same shape."""
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "block_structure": None, "group_size": None}
 CHANNELS = {  # compressed-tensors' w8a8: a scale per column of the weight, and per token
     "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
@@ -248,7 +250,7 @@ def fill(state: dict[str, Any], sharded: frozenset[str] = frozenset(), rank: int
     import torch
 
     for place, (name, tensor) in enumerate(sorted(state.items()), 1):
-        seed = place + (100_000 * rank if name in sharded else 0)
+        seed = FIRST_SEED + place + (100_000 * rank if name in sharded else 0)
         parts = ranks if name in sharded or name.removesuffix("_scale_inv").removesuffix("_scale") in sharded else 1
         if tensor.device.type == "meta" or tensor.numel() == 1:
             continue
