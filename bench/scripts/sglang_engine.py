@@ -43,7 +43,7 @@ _CACHE = 340_000
 """Tokens of the cache: 256 sequences, and those that they draw."""
 CPU: dict[str, dict[str, Any]] = {
     "engine": {
-        "device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True, "max_total_tokens": 4096, "cuda_graph_bs_decode": None,
+        "device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True, "max_total_tokens": 10_000, "cuda_graph_bs_decode": None,
         "disable_prefill_cuda_graph": False, "mem_fraction_static": None,
     },
     "variables": {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0", "OMP_NUM_THREADS": "1"},

@@ -54,13 +54,13 @@ def main() -> None:
         engine=sizes | more["engine"],
         cache=given.cache,
     )
-    turn = _Turn()
+    alone = _Turn()
     engines = {arm: Engine(arm, f"serve-{given.shape}.{arm}", stage, work, given.logs) for arm in ("sglang", *ARMS)}
     rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in engines}
     try:
         ready = {arm: engine.answer(until) for arm, engine in engines.items()}
         print(f"{given.shape}: ready", flush=True)
-        turn.take()
+        alone.take()
         for turn in range(given.rounds + 1):
             for arm in [*engines][:: 1 if turn % 2 else -1]:
                 found = engines[arm].ask(until, "serve", given.requests, given.at_once, *given.lengths, turn)
@@ -69,7 +69,7 @@ def main() -> None:
     finally:
         for engine in engines.values():
             engine.stop()
-        turn.end()
+        alone.end()
     reports = {arm: given.logs / f"serve-{given.shape}.{arm}.report.json" for arm in ARMS}
     results = json.loads(given.out.read_text()) if given.out.exists() else {"shapes": {}}
     results["environment"] = {**environment(), "ended": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())}

@@ -112,7 +112,7 @@ def main() -> None:
     logs, until = given.logs / given.shape, time.monotonic() + given.limit
     logs.mkdir(parents=True, exist_ok=True)
     model = folder_of(given.shape, WORK / "models")
-    turn = _Turn()
+    alone = _Turn()
     ports = {arm: given.port + place for place, arm in enumerate(ARMS)}
     servers = {arm: server(arm, model, port, logs, given.cache) for arm, port in ports.items()}
     rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
@@ -120,7 +120,7 @@ def main() -> None:
         for arm, process in servers.items():
             wait(process, ports[arm], until)
         print(f"{given.shape}: ready", flush=True)
-        turn.take()
+        alone.take()
         for turn in range(given.rounds + 1):
             for arm in [*ARMS][:: 1 if turn % 2 else -1]:
                 found = ask(model, ports[arm], given.requests, given.at_once, turn)
@@ -131,7 +131,7 @@ def main() -> None:
         for process in servers.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
-        turn.end()
+        alone.end()
     lines = {arm: (logs / f"{arm}.log").read_text(errors="replace").splitlines() for arm in ARMS}
     result = {
         "shape": given.shape, "prompt": PROMPT, "answer": ANSWER, "requests": given.requests, "at_once": given.at_once, "rounds": rounds,
