@@ -62,13 +62,14 @@ def put_in(compiled: CompiledModule, module: nn.Module) -> None:
     """Let few tokens be layerfuse's in those mixtures of a module where the plan expects that, and count them."""
     standing: dict[str, Experts] = {}
     for site in (compiled.plan.site[each.site] for each in compiled.plan.expected(ROUTED)):
-        (experts,) = _experts_in(module.get_submodule(site.path))
+        ((method, experts),) = _experts_in(module.get_submodule(site.path))
         found = _standing_in(experts)
         if found is None:
             stood = native_methods((experts, "apply"))
             few = tokens_of(site.experts)
             found = Experts(experts=experts, rounds=native_rounds(), stood=stood, few=few, untouched=compiled.untouched)
             experts.apply = MethodType(found, experts)
+            _follow(method, found, compiled.config)
         standing[site.name] = found
     if standing:
         counts = {name: each.ran for name, each in standing.items()}
@@ -80,7 +81,7 @@ def why_not(vllm_config: Any, block: nn.Module) -> str | None:
     several = list(_experts_in(block))
     if len(several) != 1:
         return f"vLLM does not multiply its routed experts by {APPLY.path.partition('.')[0]}, its Triton kernels"
-    (experts,) = several
+    ((_, experts),) = several
     if vllm_config.lora_config is not None:
         return "LoRA may add to them"
     if experts.moe_config.moe_parallel_config.use_ep:
@@ -109,16 +110,33 @@ def native_rounds() -> Callable[[], bool]:
     return found
 
 
-def _experts_in(module: nn.Module) -> Iterator[Any]:
-    """The objects of vLLM's that multiply by Triton's kernels alone, once each."""
-    found: dict[int, Any] = {}
+def _experts_in(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """The objects of vLLM's that multiply by Triton's kernels alone, once each, behind what makes them of weights that were loaded."""
+    found: dict[int, tuple[Any, Any]] = {}
     for each in module.modules():
-        held: Any = vars(each).get("quant_method")
+        method: Any = vars(each).get("quant_method")
+        held = method
         for name in ("moe_kernel", "impl", "fused_experts"):
             held = None if held is None else vars(held).get(name)
         if (type(held).__module__, f"{type(held).__qualname__}.apply") == (APPLY.module, APPLY.path):
-            found.setdefault(id(held), held)
+            found.setdefault(id(held), (method, held))
     yield from found.values()
+
+
+def _follow(method: Any, found: Experts, vllm_config: Any) -> None:
+    """Stand in each object too that vLLM makes in the place of this one, as it does where weights are loaded again (`reload_weights`)."""
+    made: Callable[[nn.Module], None] = method.process_weights_after_loading
+
+    def process_weights_after_loading(layer: nn.Module) -> None:
+        made(layer)
+        problem = why_not(vllm_config, layer)
+        if problem is None:
+            ((_, experts),) = _experts_in(layer)
+            found.move_to(experts)
+        elif found.why_not is None:
+            found._leave(f"its weights were loaded again, and {problem}")
+
+    method.process_weights_after_loading = process_weights_after_loading
 
 
 def _fits(experts: Any) -> bool:
@@ -153,6 +171,12 @@ class Experts:
     "Calls of layerfuse's op whose results stood."
     why_not: str | None = None
     "Why it is vLLM's way from now on, as a sentence."
+
+    def move_to(self, experts: Any) -> None:
+        """Stand in another object of vLLM's, of the same layer."""
+        if experts is not self.experts:
+            self.experts, self.stood = experts, native_methods((experts, "apply"))
+            experts.apply = MethodType(self, experts)
 
     def __call__(self, _experts: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's."""

@@ -6,6 +6,7 @@ Run by `make test-engines` in an environment of its own.
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -67,11 +68,27 @@ def experts_of(block: int = 128, **changes: Any) -> TritonExperts:
     return TritonExperts(config(**changes), quant)
 
 
+class Method:
+    """What holds these objects, and makes them of weights, as vLLM's does."""
+
+    def __init__(self, experts: Any) -> None:
+        self.hold(experts)
+
+    def hold(self, experts: Any) -> None:
+        self.moe_kernel = SimpleNamespace(impl=SimpleNamespace(fused_experts=experts))
+
+    def process_weights_after_loading(self, _layer: nn.Module) -> None:
+        self.hold(self.again())
+
+    again: Any = None
+    "Makes them when weights are loaded again."
+
+
 def model_of(*several: Any) -> nn.Module:
     """A model whose layers multiply by these objects, as vLLM holds them."""
     model = nn.ModuleList(nn.Identity() for _ in several)
     for layer, experts in zip(model, several, strict=True):
-        layer.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(impl=SimpleNamespace(fused_experts=experts)))
+        layer.quant_method = Method(experts)
     return model
 
 
@@ -148,9 +165,10 @@ def put_in(*several: Any, columns: int | None = None, untouched: range = range(0
     }
     expected = tuple(SimpleNamespace(site=name) for name in sites)
     compiled = SimpleNamespace(
-        plan=SimpleNamespace(site=sites, expected=lambda _: expected), seams={}, untouched=untouched
+        plan=SimpleNamespace(site=sites, expected=lambda _: expected), seams={}, untouched=untouched, config=CONFIG
     )
     routed_experts.put_in(compiled, model)
+    compiled.model = model
     return compiled
 
 
@@ -348,6 +366,63 @@ def test_what_stands_there_goes_with_vllms_object(vllms: list[int]) -> None:
     del experts
     gc.collect()
     assert alive() is None
+
+
+def loaded_again(compiled: Any, *, changes: dict[str, Any] | None = None) -> Any:
+    """The object that vLLM has made of the first layer's weights, loaded again in the way that its `reload_weights` does."""
+    (layer, *_), again = compiled.model, experts_of(**(changes or {}))
+    layer.quant_method.again = lambda: again
+    layer.quant_method.process_weights_after_loading(layer)
+    return again
+
+
+def test_weights_that_are_loaded_again_are_layerfuses_too(vllms: list[int]) -> None:
+    """vLLM makes the object anew each time: its scales are those that count."""
+    compiled = put_in(first := experts_of())
+    called(first, 40)
+    for _ in range(2):
+        again = loaded_again(compiled)
+        again.quant_config.w1_scale.mul_(3)
+        vllms.clear()
+        assert called(again, 2) == 1 and not vllms, "and both ways are not compared once more"
+        assert called(again, 3) == 0 and vllms == [3]
+    assert taken(compiled) == 1
+    gone = weakref.ref(first)
+    del first
+    gc.collect()
+    assert gone() is None
+
+
+def test_weights_that_are_loaded_again_in_another_form_are_vllms(
+    vllms: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = put_in(first := experts_of())
+    called(first, 40)
+    again = loaded_again(compiled, changes={"swiglu_limit": 7.0})
+    assert "apply" not in vars(again) and taken(compiled) == 0
+    (said,) = [each.getMessage() for each in caplog.records if "from now on" in each.getMessage()]
+    assert said == routed_experts.GONE % compiled.seams[ROUTED].standing["0:experts"].why_not
+    assert "its weights were loaded again, and its experts are not in fp8 with scales" in said
+
+
+def test_vllm_makes_its_objects_where_weights_are_processed() -> None:
+    """Those of fp8 checkpoints, in the release that is installed: what stands there is called as that method is, and the object is another one behind it."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+
+    method, made = object.__new__(Fp8MoEMethod), Fp8MoEMethod.process_weights_after_loading
+    assert [*inspect.signature(made).parameters] == ["self", "layer"]
+    layer, kernels = mock.MagicMock(), [object(), object()]
+    method.block_quant, method.weight_scale_name, method.quant_config = True, "weight_scale_inv", mock.Mock()
+    method.moe_quant_config = method.fp8_backend = method.moe = method.experts_cls = mock.Mock()
+    with (
+        mock.patch(f"{Fp8MoEMethod.__module__}.convert_to_fp8_moe_kernel_format", return_value=(None,) * 4),
+        mock.patch(f"{Fp8MoEMethod.__module__}.replace_parameter"),
+        mock.patch.object(Fp8MoEMethod, "get_fused_moe_quant_config"),
+        mock.patch(f"{Fp8MoEMethod.__module__}.make_fp8_moe_kernel", side_effect=kernels),
+    ):
+        for kernel in kernels:
+            method.process_weights_after_loading(layer)
+            assert method.moe_kernel is kernel
 
 
 def test_vllms_own_code_is_what_is_known() -> None:
