@@ -119,7 +119,7 @@ def fields_of(spec: type[Any]) -> dict[str, str]:
         "experts",
         "undeclared",
         "unquantised",
-        "feeds",
+        "consumers",
         "gives",
     )
     return {a.name: kind_of(a) for a in attrs.fields(spec) if a.name not in unread}

@@ -28,8 +28,8 @@ _BERT_POST = Facts(
         "input_norms": [],
         "post_attention_norms": [],
         "post_norms": [
-            norm("attention.output.LayerNorm", feeds=["intermediate.dense"], fed_by=["attention.output.dense"]),
-            norm("output.LayerNorm", fed_by=["output.dense"]),
+            norm("attention.output.LayerNorm", consumers=["intermediate.dense"], producers=["attention.output.dense"]),
+            norm("output.LayerNorm", producers=["output.dense"]),
         ],
         "unless": "crossattention",
     },
@@ -40,8 +40,8 @@ def _bert_pre(before: str, after: str) -> Facts:
     first = [f"attention.self.{each}" for each in ("query", "key", "value")]
     return _BERT_POST.but(
         post_norms=None,
-        input_norms=[norm(before, feeds=first)],
-        post_attention_norms=[norm(after, feeds=["intermediate.dense"], fed_by=["attention.output.dense"])],
+        input_norms=[norm(before, consumers=first)],
+        post_attention_norms=[norm(after, consumers=["intermediate.dense"], producers=["attention.output.dense"])],
     )
 
 

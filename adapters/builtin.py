@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .attention_kernels import ATTENTION_KERNELS
 from .base import Adapter
 from .decoders import DECODERS
 from .deepseek_v3 import DEEPSEEK_V3
@@ -22,6 +23,7 @@ BUILTIN: tuple[Adapter, ...] = (
     KIMI_K2,
     KIMI_LINEAR,
     GPT_OSS,
+    ATTENTION_KERNELS,
     QWEN3_NEXT,
     DECODERS,
     LAYER_NORM_DECODERS,

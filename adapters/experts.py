@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
 from .base import Facts
+from .consumers import children_of
 from .conversions import whole
 from .errors import FOREIGN
-from .feeds import children_of
 from .layer_specs import ExpertsSpec, GatedMLPSpec
 from .linear_quant import describe_linear_quant
 from .linear_quant_readings import HOLDERS, holders_of, stored

@@ -91,8 +91,8 @@ class _Noting(Reading):
 
     def norm(self, name: str, source: NormSource, also: tuple[Path, ...] = ()) -> NormSpec:
         spec = super().norm(name, source, also)
-        if spec.feeds:
-            self.note(f"{name}.quant", ", ".join(linear.path for linear in spec.feeds))
+        if spec.consumers:
+            self.note(f"{name}.quant", ", ".join(linear.path for linear in spec.consumers))
         return spec
 
     def experts(self) -> ExpertsSpec | None:

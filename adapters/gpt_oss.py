@@ -1,7 +1,4 @@
-"""GPT-OSS: grouped-query attention with learned sinks, a sliding window on every other layer.
-
-Also home to the engines' common softmax-attention kernel layers.
-"""
+"""GPT-OSS: grouped-query attention with learned sinks, a sliding window on every other layer."""
 
 from __future__ import annotations
 
@@ -26,15 +23,12 @@ GPT_OSS = Adapter(
         "transformers:GptOssDecoderLayer": streams.TRANSFORMERS_RESIDUAL,
         "transformers:GptOssModel": streams.final_norm(streams.TRANSFORMERS_RESIDUAL),
         "vllm:OAIAttention": words.VLLM_GPT_OSS,
-        "vllm:Attention": words.VLLM_GQA_KERNEL,
         "vllm.model_executor.models.gpt_oss:TransformerBlock": _VLLM_BLOCK,
         "vllm:GptOssModel": streams.final_norm(_VLLM_BLOCK),
         "sglang:GptOssAttention": words.SGLANG_GQA.but(has_sinks={"path": "sinks", "as": "present"}),
         "sglang:GptOssDecoderLayer": _SGLANG_DECODER,
         "sglang:GptOssModel": streams.final_norm(_SGLANG_DECODER),
-        "sglang:RadixAttention": words.SGLANG_GQA_KERNEL,
         "atom:OAIAttention": words.ATOM_GPT_OSS,
-        "atom:Attention": words.ATOM_GQA_KERNEL,
         "atom.models.gpt_oss:TransformerBlock": streams.ATOM_RESIDUAL.but(layer_index="layer_idx"),
         "atom:GptOssModel": streams.final_norm(streams.ATOM_RESIDUAL),
     },

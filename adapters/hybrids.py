@@ -73,8 +73,8 @@ def stream_of(
             "hidden_size": [f"{each}.{engine.given}" for each in last],
             "layer_index": [engine.index_at(at) for at in mixers],
             **{word: [f"{each}.{says}" for each in last] for word, says in engine.tp.items()},
-            "input_norms": [{**made[0], "feeds": first}],
-            "post_attention_norms": [{**each, "feeds": list(up), "fed_by": last} for each in made[1:]],
+            "input_norms": [{**made[0], "consumers": first}],
+            "post_attention_norms": [{**each, "consumers": list(up), "producers": last} for each in made[1:]],
             "last_linear": list(down) if made[1:] else last,
             **({"mixture": list(mixture)} if mixture else {}),
             **more,
@@ -98,7 +98,7 @@ def other(engine: Engine, mixer: str, out: str = "out_proj", **more: Any) -> Fac
 
 # ---- Mamba-2
 
-GATE: dict[str, Any] = {"activation": const("silu"), "norm_before_gate": const(False), "feeds": ["out_proj"]}
+GATE: dict[str, Any] = {"activation": const("silu"), "norm_before_gate": const(False), "consumers": ["out_proj"]}
 """What its gated norms have in common: the gate comes first."""
 
 TRANSFORMERS_MAMBA2 = Facts(
@@ -158,7 +158,7 @@ _NEMOTRON_H = _MAMBA_BLOCK.but(
     hidden_size="norm.weight.shape.0",
     layer_index="layer_idx",
     tp_weight=[f"{each}.in_features" for each in _NEMOTRON_H_LAST],
-    input_norms=[norm("norm", feeds=[f"mixer.{each}" for each in ("in_proj", *_QKV, "up_proj")])],
+    input_norms=[norm("norm", consumers=[f"mixer.{each}" for each in ("in_proj", *_QKV, "up_proj")])],
     last_linear=_NEMOTRON_H_LAST[:3],
     mixture=["mixer"],
 )
@@ -182,7 +182,7 @@ _RWKV = stream_of(
     layer_index="layer_id",
     # Its norms' results are mixed with those of the token before, in front of the linears.
     input_norms=[norm("ln1")],
-    post_attention_norms=[norm("ln2", fed_by=["attention.output"])],
+    post_attention_norms=[norm("ln2", producers=["attention.output"])],
 )
 _GRIFFIN_FINAL = streams.final_norm(_GRIFFIN, module="final_norm").but(hidden_size="final_norm.weight.shape.0")
 

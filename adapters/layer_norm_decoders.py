@@ -46,8 +46,8 @@ def _layer(attention: str, out: str, first: list[str], norms: Sequence[Any], up:
             "hidden_size": f"{out}.out_features",
             "layer_index": f"{attention}.layer_idx",
             "tp_weight": f"{out}.in_features",
-            "input_norms": [{**before, "feeds": read if after else [*read, *up]}],
-            "post_attention_norms": [{**each, "feeds": list(up), "fed_by": [out]} for each in after],
+            "input_norms": [{**before, "consumers": read if after else [*read, *up]}],
+            "post_attention_norms": [{**each, "consumers": list(up), "producers": [out]} for each in after],
             **words,
         },
     )
@@ -138,8 +138,8 @@ _OPENAI_LAYER = Facts(
         "input_norms": [],
         "post_attention_norms": [],
         "post_norms": [
-            norm("ln_1", feeds=["mlp.c_fc"], fed_by=["attn.c_proj"]),
-            norm("ln_2", fed_by=["mlp.c_proj"]),
+            norm("ln_1", consumers=["mlp.c_fc"], producers=["attn.c_proj"]),
+            norm("ln_2", producers=["mlp.c_proj"]),
         ],
     },
 )

@@ -79,7 +79,7 @@ def _without_linears(spec: Checked) -> Iterator[tuple[str, Any]]:
 
 
 def _unread(norm: NormSpec) -> NormSpec:
-    return norm if norm.feeds == norm.fed_by == () else attrs.evolve(norm, **dict(_without_linears(norm)))
+    return norm if norm.consumers == norm.producers == () else attrs.evolve(norm, **dict(_without_linears(norm)))
 
 
 # ---- the layers ------------------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class MLPSpec(LayerSpec):
     of what the MLP is, so equal ones may differ in it."""
     unquantised: str | None = of_kind("optional_text", default=None, eq=False, repr=False)
     "What the down-projection does instead, as a sentence, where it quantises and `quant` cannot say how."
-    feeds: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
+    consumers: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
     "The down-projection, which reads the activation's result; empty where it was not read."
 
 

@@ -57,9 +57,9 @@ class NormSpec(Checked):
     unquantised: str | None = of_kind("optional_text", default=None, eq=False, repr=False)
     """What each of those linears does, as a sentence, where some quantise and `quant` cannot say how: they differ, or do it in a
     way for which it has no words."""
-    feeds: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
+    consumers: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
     "Those linears, as far as the layer has them; empty where they were not read. Who else reads the result takes it as it is."
-    fed_by: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
+    producers: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
     "The linear of the same layer whose result joins the residual stream in front of this norm; empty where that was not read."
 
 

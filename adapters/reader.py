@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import attrs
 
 from .base import Facts
+from .consumers import Below, Linears, agreed
 from .conversions import whole
 from .errors import (
     FOREIGN,
@@ -29,7 +30,6 @@ from .errors import (
     shown,
 )
 from .experts import SHARED, experts_of
-from .feeds import Below, Linears, agreed
 from .linear_specs import LinearSpec
 from .linears import is_whole, linear_of
 from .parallel import ambient, is_plain_tensor, ranks_summed, shards_of_linear
@@ -205,7 +205,7 @@ class _Near:
     def __init__(self, facts: Facts) -> None:
         parsed: Mapping[str, Any] = facts.parsed
         self.below = Below()
-        self.norms = {id(norm): _NearNorm(norm, self.below) for norm in facts.norms}
+        self.norms = {id(norm): _NormPlaces(norm, self.below) for norm in facts.norms}
         "Keyed by the identity of the facts' norms."
         self.last = Linears(parsed.get("last_linear", ()), self.below)
         "The linear whose result the layer adds last."
@@ -213,13 +213,13 @@ class _Near:
         "Where a mixture of experts may stand."
 
 
-class _NearNorm:
+class _NormPlaces:
     """What is read of one norm."""
 
     def __init__(self, norm: NormSource, below: Below) -> None:
         place = str(norm.module)
         self.find = norm.module.find
-        self.readers, self.writers = Linears(norm.feeds, below), Linears(norm.fed_by, below)
+        self.readers, self.writers = Linears(norm.consumers, below), Linears(norm.producers, below)
         kind = GatedNormSpec if norm.gated else LayerNormSpec if norm.is_layer_norm else NormSpec
         self.own = _AtOnce(norm.fields, _NORM_VALUES, kind=kind, module=place)
         "The fields of the norm that the facts describe."
@@ -392,7 +392,7 @@ class Reading:
             return tuple([self.norm(name, source) for source in sources])
         after: Any = self.facts.parsed["post_attention_norms"]
         lacked = [source for source in after if not self.has(source.module)]
-        also = tuple(path for source in lacked for path in source.feeds)
+        also = tuple(path for source in lacked for path in source.consumers)
         if name == "post_attention_norms":
             return tuple(self.norm(name, source) for source in sources if source not in lacked)
         return tuple(self.norm(name, source, also) for source in sources)
@@ -419,10 +419,12 @@ class Reading:
         """A norm, and the linears around it. `also`: of those that read it, what its source does not name."""
         near = self.near.norms[id(source)]
         module = self.module_of(name, source, near)
-        feeds = (
-            Linears((*source.feeds, *also)).of(self.layer, None) if also else near.readers.of(self.layer, self.tables)
+        consumers = (
+            Linears((*source.consumers, *also)).of(self.layer, None)
+            if also
+            else near.readers.of(self.layer, self.tables)
         )
-        fed_by = near.writers.of(self.layer, self.tables)
+        producers = near.writers.of(self.layer, self.tables)
         cls: Any = type(module)
         own = near.own
         torchs = torchs_norm(cls) if near.torchs else None
@@ -434,10 +436,10 @@ class Reading:
         if torchs is not None and read["epsilon"] is None:
             why = "torch.nn.RMSNorm with eps=None takes the eps of the dtype that it is called with, which no spec can say"
             raise SpecError("NormSpec", [f"{name}.epsilon: {why}: build it with a number"])
-        read["feeds"], read["fed_by"] = feeds, fed_by
+        read["consumers"], read["producers"] = consumers, producers
         return self.part(name, _norm, read)
 
-    def module_of(self, name: str, source: NormSource, near: _NearNorm) -> Any:
+    def module_of(self, name: str, source: NormSource, near: _NormPlaces) -> Any:
         """The module of a norm."""
         try:
             found = near.find(self.layer)
@@ -483,8 +485,8 @@ class Reading:
         spec = linear_of(path, (path,), linear)
         said = spec.activation
         if isinstance(said, str):
-            return {name: None, "unquantised": said, "feeds": (spec,)}
-        return {name: said, "feeds": (spec,)}
+            return {name: None, "unquantised": said, "consumers": (spec,)}
+        return {name: said, "consumers": (spec,)}
 
     def or_unsaid(self, name: str, source: P, read: Callable[[str, P], S]) -> S | None:
         """None where the class did not speak of a norm or rope itself, and the layer has nothing at the places of the class that it is like."""
@@ -719,9 +721,9 @@ def existing_names(layer: Any, most: int = 60) -> list[str]:
     return listed if len(listed) <= most else [*listed[:most], f"and {len(listed) - most} more"]
 
 
-def _norm(kind: Callable[..., NormSpec], feeds: tuple[LinearSpec, ...], **values: Any) -> NormSpec:
-    quant, unquantised = agreed(feeds)
-    return kind(**values, feeds=feeds, quant=quant, unquantised=unquantised)
+def _norm(kind: Callable[..., NormSpec], consumers: tuple[LinearSpec, ...], **values: Any) -> NormSpec:
+    quant, unquantised = agreed(consumers)
+    return kind(**values, consumers=consumers, quant=quant, unquantised=unquantised)
 
 
 _NORMS = ("norm", "optional_norm", *GATED)

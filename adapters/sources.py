@@ -14,8 +14,8 @@ TOML tables are written in these words and parsed by `parse_source`.
     {path = "window", where = "kind", is = "local"}    the same, where the other says this
     {name_as = "name_index"}            the layer's own name in its model, converted: what no attribute says
     {module = "o_norm", activation = {const = "sigmoid"}, ...}    a norm, read from that child module
-    {module = "q_a_layernorm", feeds = ["q_b_proj"]}    and the linears that read its result, as far as a layer has them
-    {module = "post_attention_layernorm", fed_by = ["self_attn.o_proj"]}    and those whose result is added in front of it
+    {module = "q_a_layernorm", consumers = ["q_b_proj"]}    and the linears that read its result, as far as a layer has them
+    {module = "post_attention_layernorm", producers = ["self_attn.o_proj"]}    and those whose result is added in front of it
 """
 
 from __future__ import annotations
@@ -271,9 +271,9 @@ class NormSource:
 
     module: Path
     fields: tuple[tuple[str, tuple[Source, ...]], ...]
-    feeds: tuple[Path, ...] = ()
+    consumers: tuple[Path, ...] = ()
     "The linears that read its result, relative to the layer. Those that a layer lacks are passed over."
-    fed_by: tuple[Path, ...] = ()
+    producers: tuple[Path, ...] = ()
     "The linears whose result joins the residual stream in front of it, in the same words."
     where: tuple[Source, ...] = ()
     "The layer's flag that is false where it norms nothing, of a norm that may be absent."
@@ -316,7 +316,7 @@ def below(prefix: str, words: Any) -> Any:
 
 
 def norm(module: str, **words: Any) -> dict[str, Any]:
-    """A plain RMSNorm module; `weight_offset=const(1.0)` for a zero-centred one, `feeds=[...]` the linears that read it."""
+    """A plain RMSNorm module; `weight_offset=const(1.0)` for a zero-centred one, `consumers=[...]` the linears that read it."""
     return {"module": module, **words}
 
 
@@ -442,7 +442,7 @@ _NORM_DEFAULTS: dict[str, Any] = {
 }
 _GATED = ("activation", "norm_before_gate", "group_size")
 _LAYER = ("has_weight", "has_bias")
-_AROUND = ("feeds", "fed_by")
+_AROUND = ("consumers", "producers")
 _WHERE = "where"
 _OF_LAYER = "layer_epsilon"
 
@@ -498,12 +498,12 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
     said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k not in ("module", _WHERE, _OF_LAYER, *_AROUND)}}
     if _OF_LAYER in words:
         del said["epsilon"]
-    feeds, fed_by = (parse_linears(words.get(word, []), f"{field}.{word}") for word in _AROUND)
+    consumers, producers = (parse_linears(words.get(word, []), f"{field}.{word}") for word in _AROUND)
     return NormSource(
         module,
         tuple((name, parse_source(source, f"{field}.{name}")) for name, source in said.items()),
-        feeds=feeds,
-        fed_by=fed_by,
+        consumers=consumers,
+        producers=producers,
         where=parse_source(words[_WHERE], f"{field}.{_WHERE}") if _WHERE in words else (),
         layer_epsilon=parse_source(words[_OF_LAYER], f"{field}.{_OF_LAYER}") if _OF_LAYER in words else (),
     )

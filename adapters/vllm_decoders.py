@@ -63,8 +63,8 @@ def stream(
         tp_rank=f"{last}.tp_rank",
         last_linear=f"{mlp}.{down}",
         mixture=[mlp],
-        input_norms=[{**each, "feeds": read if after else [*read, *behind]} for each in before],
-        post_attention_norms=[{**each, "feeds": behind, "fed_by": [last]} for each in after],
+        input_norms=[{**each, "consumers": read if after else [*read, *behind]} for each in before],
+        post_attention_norms=[{**each, "consumers": behind, "producers": [last]} for each in after],
         **more,
     )
 

@@ -72,8 +72,8 @@ _JAMBA_ATTENTION = _JAMBA.but(
     layer_index={"path": "attn.layer_name", "as": "name_index"},
     tp_size="o_proj.tp_size",
     tp_rank="o_proj.tp_rank",
-    input_norms=[norm("input_layernorm", **_EPSILON, feeds=["qkv_proj"])],
-    post_attention_norms=[{**_JAMBA.words["post_attention_norms"][0], "fed_by": ["o_proj"]}],
+    input_norms=[norm("input_layernorm", **_EPSILON, consumers=["qkv_proj"])],
+    post_attention_norms=[{**_JAMBA.words["post_attention_norms"][0], "producers": ["o_proj"]}],
 )
 _JAMBA_EITHER = _JAMBA.but(
     **{name: [*_JAMBA.words[name], _JAMBA_ATTENTION.words[name]] for name in ("hidden_size", "tp_size", "tp_rank")}

@@ -64,7 +64,7 @@ _STEP5 = stream(like=_ZERO_CENTRED, also=["moe.share_expert.gate_up_proj"]).but(
             "input_layernorm",
             **_EPSILON,
             **_ZERO_CENTRED,
-            feeds=[f"self_attn.{each}" for each in ("qkvg_proj", "qkv_proj", "g_proj")],
+            consumers=[f"self_attn.{each}" for each in ("qkvg_proj", "qkv_proj", "g_proj")],
         )
     ],
 )

@@ -25,11 +25,11 @@ def _read_as(path: str, conversion: str) -> dict[str, Any]:
     return {"path": path, "as": conversion}
 
 
-def _latent_norms(epsilon: str, *, kv_feeds: tuple[str, ...] = ()) -> dict[str, Any]:
+def _latent_norms(epsilon: str, *, kv_consumers: tuple[str, ...] = ()) -> dict[str, Any]:
     """Of the two, engines put only a prefill's key/value latent through its up-projection, inside their attention."""
     return {
-        "q_norm": norm("q_a_layernorm", epsilon=epsilon, feeds=["q_b_proj"]),
-        "kv_norm": norm("kv_a_layernorm", epsilon=epsilon, feeds=list(kv_feeds)),
+        "q_norm": norm("q_a_layernorm", epsilon=epsilon, consumers=["q_b_proj"]),
+        "kv_norm": norm("kv_a_layernorm", epsilon=epsilon, consumers=list(kv_consumers)),
     }
 
 
@@ -65,7 +65,7 @@ def rope_module(module: str, table: str) -> dict[str, Any]:
 TRANSFORMERS_MLA = Facts(
     MLASpec,
     _MLA_DIMS
-    | _latent_norms("variance_epsilon", kv_feeds=("kv_b_proj",))
+    | _latent_norms("variance_epsilon", kv_consumers=("kv_b_proj",))
     | _same("num_heads", "hidden_size")
     | {
         "rope": _FROM_THE_MODEL,
@@ -177,7 +177,7 @@ TRANSFORMERS_KDA = Facts(
     | _same("conv_kernel_size", "hidden_size")
     | {
         "layer_index": "layer_idx",
-        "output_norm": gated_norm("o_norm", epsilon="variance_epsilon", feeds=["o_proj"]),
+        "output_norm": gated_norm("o_norm", epsilon="variance_epsilon", consumers=["o_proj"]),
         "tp_weight": "o_proj.in_features",
     },
 )
@@ -185,7 +185,7 @@ VLLM_KDA = TRANSFORMERS_KDA.but(
     num_local_k_heads="local_num_heads",
     num_local_v_heads="local_num_heads",
     conv_kernel_size="conv_size",
-    output_norm=gated_norm("o_norm", epsilon="eps", feeds=["o_proj"]),
+    output_norm=gated_norm("o_norm", epsilon="eps", consumers=["o_proj"]),
     tp_weight=None,
     tp_size="tp_size",
     tp_rank="tp_rank",
@@ -200,7 +200,7 @@ ATOM_KDA = VLLM_KDA.but(
     num_local_v_heads="num_local_heads",
     conv_kernel_size="conv_kernel_size",
     layer_index="layer_num",
-    output_norm=gated_norm("o_norm", epsilon="variance_epsilon", activation=const("sigmoid"), feeds=["o_proj"]),
+    output_norm=gated_norm("o_norm", epsilon="variance_epsilon", activation=const("sigmoid"), consumers=["o_proj"]),
 )
 
 TRANSFORMERS_GDN = Facts(
@@ -209,7 +209,7 @@ TRANSFORMERS_GDN = Facts(
     | {
         "layer_index": "layer_idx",
         # transformers 4 with flash-linear-attention installed puts that library's norm here, which says `eps`.
-        "output_norm": gated_norm("norm", epsilon=["variance_epsilon", "eps"], feeds=["out_proj"]),
+        "output_norm": gated_norm("norm", epsilon=["variance_epsilon", "eps"], consumers=["out_proj"]),
         "tp_weight": "out_proj.in_features",
     },
 )
@@ -218,7 +218,7 @@ VLLM_GDN = TRANSFORMERS_GDN.but(
     tp_size="tp_size",
     tp_rank="tp_rank",
     output_norm=gated_norm(
-        "norm", epsilon="eps", norm_before_gate="norm_before_gate", group_size="group_size", feeds=["out_proj"]
+        "norm", epsilon="eps", norm_before_gate="norm_before_gate", group_size="group_size", consumers=["out_proj"]
     ),
 )
 SGLANG_GDN = VLLM_GDN.but(
@@ -231,7 +231,7 @@ SGLANG_GDN = VLLM_GDN.but(
         epsilon="eps",
         norm_before_gate=["norm_before_gate", const(True)],
         group_size=["group_size", const(None)],
-        feeds=["out_proj"],
+        consumers=["out_proj"],
     ),
 )
 ATOM_GDN = VLLM_GDN.but(output_norm={**VLLM_GDN.words["output_norm"], "activation": const("silu")})

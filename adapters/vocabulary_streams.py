@@ -54,9 +54,9 @@ MERGED_MLP = ["mlp.gate_up_proj", "mlp.shared_experts.gate_up_proj", "mlp.shared
 def norms(epsilon: str, attention: list[str], mlp: list[str], **words: Any) -> dict[str, Any]:
     """The words of a decoder layer's two norms, and of the linears that read each."""
     return {
-        "input_norms": [norm("input_layernorm", epsilon=epsilon, feeds=attention, **words)],
+        "input_norms": [norm("input_layernorm", epsilon=epsilon, consumers=attention, **words)],
         "post_attention_norms": [
-            norm("post_attention_layernorm", epsilon=epsilon, feeds=mlp, fed_by=OUTPUT_PROJECTIONS, **words)
+            norm("post_attention_layernorm", epsilon=epsilon, consumers=mlp, producers=OUTPUT_PROJECTIONS, **words)
         ],
     }
 
@@ -113,12 +113,12 @@ def final_norm(decoder: Facts, layers: str = "layers", module: str = "norm") -> 
     What reads that norm is the language-model head, which the class around this one holds.
     """
     (like,) = decoder.words["input_norms"]
-    like = {name: word for name, word in like.items() if name not in ("feeds", "fed_by")}
+    like = {name: word for name, word in like.items() if name not in ("consumers", "producers")}
     said = ("hidden_size", *LAYER_WORDS)
     return Facts(
         FinalNormSpec,
         {name: below(f"{layers}.-1", decoder.words[name]) for name in said if name in decoder.words}
-        | {"layer_index": {"path": layers, "as": "length"}, "final_norm": {**like, "module": module, "feeds": []}},
+        | {"layer_index": {"path": layers, "as": "length"}, "final_norm": {**like, "module": module, "consumers": []}},
     )
 
 

@@ -194,11 +194,11 @@ class Outcome:
     def missed(self) -> Missed:
         """Fusion -> site -> reason, with the rank where the ranks differ."""
         found: Missed = {}
-        for verdict in self.ranks:
-            for name, sites in verdict.missed.items():
+        for report in self.ranks:
+            for name, sites in report.missed.items():
                 for site, why in sites.items():
                     everywhere = all(site in other.missed.get(name, {}) for other in self.ranks)
-                    prefix = "" if everywhere else f"rank {verdict.rank}: "
+                    prefix = "" if everywhere else f"rank {report.rank}: "
                     found.setdefault(name, {}).setdefault(site, prefix + why)
         return found
 
@@ -207,14 +207,14 @@ class Outcome:
         """Sentences, with the rank where there are several."""
         several = len(self.ranks) > 1
         return tuple(
-            f"rank {verdict.rank}: {problem}" if several else problem
-            for verdict in self.ranks
-            for problem in verdict.problems
+            f"rank {report.rank}: {problem}" if several else problem
+            for report in self.ranks
+            for problem in report.problems
         )
 
     def fused(self, name: str) -> tuple[str, ...]:
         """Sites that a fusion was put at on every rank."""
-        first, *others = (verdict.fused.get(name, ()) for verdict in self.ranks)
+        first, *others = (report.fused.get(name, ()) for report in self.ranks)
         return tuple(site for site in first if all(site in sites for sites in others))
 
     def check(self) -> None:
@@ -272,7 +272,7 @@ def lines_of(outcome: Outcome) -> list[str]:
 
 def _calls(name: str, outcome: Outcome) -> str:
     ranks, run = outcome.ranks, outcome.run
-    counts = [None if verdict.called is None else verdict.called.get(name, 0) for verdict in ranks]
+    counts = [None if report.called is None else report.called.get(name, 0) for report in ranks]
     if None in counts:
         return ""
     if len(set(counts)) == 1:

@@ -20,7 +20,7 @@ from .process import of_each_class, once
 from .rank_report import Outcome, RankReport, differences, lines_of, rank_report_of
 
 PATIENCE = timedelta(minutes=2)
-"""How long a rank waits for the others' verdicts."""
+"""How long a rank waits for the others' reports."""
 
 _written: dict[Path, tuple[str, dict[str, Any]]] = {}
 """What this process has written into each file, and for which engine: a model may have several compiled modules."""
@@ -69,7 +69,7 @@ def _lines(compiled: CompiledModule, outcome: Outcome) -> list[str]:
     lines = lines_of(outcome)
     first = outcome.ranks[0]
     if len(outcome.ranks) > 1:
-        differing = [verdict.rank for verdict in outcome.ranks if not verdict.same_as(first)]
+        differing = [report.rank for report in outcome.ranks if not report.same_as(first)]
         lines.append(f"ranks that differ from rank 0: {differing}" if differing else "all ranks say the same")
     ranges = {piece.tokens: None for piece in compiled.pieces}
     if ranges and compiled.at_modules is None:
@@ -137,7 +137,7 @@ def _write(path: Path, engine: str, compiled: CompiledModule, outcome: Outcome) 
         "outside": list(compiled.outside),
         "unread": dict(compiled.unread),
         "unfound": dict(compiled.unfound),
-        "ranks": [attrs.asdict(verdict) for verdict in outcome.ranks],
+        "ranks": [attrs.asdict(report) for report in outcome.ranks],
         "graphs": [
             {
                 "number": p.number,
@@ -154,21 +154,21 @@ def _write(path: Path, engine: str, compiled: CompiledModule, outcome: Outcome) 
 
 
 def _together(compiled: CompiledModule) -> tuple[int, tuple[RankReport, ...]]:
-    """This rank, and the verdicts of all ranks of its tensor-parallel group."""
+    """This rank, and the reports of all ranks of its tensor-parallel group."""
     rank, size, group = here().ranks()
     try:
         own = rank_report_of(compiled, rank)
     except Exception as error:  # the others wait for an answer
-        problem = f"no verdict: {type(error).__name__}: {error}"
+        problem = f"no report: {type(error).__name__}: {error}"
         own = RankReport(rank=rank, fused={}, missed={}, called=None, problems=(problem,))
     if size == 1 or not (compiled.active or compiled.seams) or dist.get_backend(group) != "gloo":
         return rank, (own,)
-    verdicts: list[Any] = [None] * size
+    reports: list[Any] = [None] * size
     try:
         # All ranks have just run the model together; one that does not come has failed elsewhere, and must not be waited for.
         dist.monitored_barrier(group, timeout=min(PATIENCE, patience(group)))
-        dist.all_gather_object(verdicts, own, group=group)
+        dist.all_gather_object(reports, own, group=group)
     except RuntimeError as error:
         problem = f"not all of the {size} ranks gave an answer: {error}"
         return rank, (attrs.evolve(own, problems=(*own.problems, problem)),)
-    return rank, tuple(verdicts)
+    return rank, tuple(reports)

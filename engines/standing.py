@@ -196,10 +196,10 @@ class Standing(Placement):
         if seam.consumer is None:
             return ()
         assert site.quant is not None, "a fusion that quantises is expected where linears do"
-        feeds = site.norms[0].feeds if site.norms else site.consumers
+        consumers = site.norms[0].consumers if site.norms else site.consumers
         linears = [
             join(site.layer, each.path)
-            for each in feeds
+            for each in consumers
             if isinstance(each, LinearSpec) and each.activation == site.quant
         ]
         found = [seam.consumer.reader(self.model.get_submodule(path), site.quant) for path in linears]

@@ -422,9 +422,9 @@ class _Decider:
         return self._known.setdefault(key, (rows, bool(formats)))
 
     def _decide(self, site: Site, quant: ActivationQuant | None) -> Iterable[Row]:
-        verdicts = {f: self._verdict(f, site, quant) for f in self._fusions if site.role in f.roles}
+        legalities = {f: self._legality(f, site, quant) for f in self._fusions if site.role in f.roles}
         # The longest chain first; of equal ones the catalog's first. What is left of the token counts goes on.
-        wanted = sorted((f for f, v in verdicts.items() if v.kind == "expected"), key=lambda f: -len(f.chain))
+        wanted = sorted((f for f, v in legalities.items() if v.kind == "expected"), key=lambda f: -len(f.chain))
         first: int | None = 1
         taken: dict[Fusion, list[Row]] = {}
         holders: list[str] = []
@@ -438,12 +438,12 @@ class _Decider:
                 rows.append((fusion.name, "fallback", why, Tokens(1, min(ends, default=None))))
             if first is not None and (most is None or first <= most):
                 how = f": {limit.how}" if limit is not None and limit.how else ""
-                rows.append((fusion.name, "expected", verdicts[fusion].reason + how, Tokens(first, most)))
+                rows.append((fusion.name, "expected", legalities[fusion].reason + how, Tokens(first, most)))
                 first = None if most is None else most + 1
                 holders.append(fusion.name)
             if limit is not None:
                 rows.append((fusion.name, "not_applicable", limit.reason, Tokens(limit.most + 1)))
-        for fusion, found in verdicts.items():
+        for fusion, found in legalities.items():
             yield from taken.get(fusion) or [(fusion.name, found.kind, found.reason, ANY)]
 
     def _why_not_read(self, site: Site, quant: ActivationQuant | None) -> str | None:
@@ -480,7 +480,7 @@ class _Decider:
     def _limit(self, fusion: Fusion, site: Site) -> TokenLimit | None:
         return None if fusion.limit is None else fusion.limit(site, self._target, self._engine)
 
-    def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Legality:
+    def _legality(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Legality:
         found = legality(fusion, site, self._target, quant, site.role in self._declared)
         unread = None if fusion.format is None else self._why_not_read(site, quant)
         if unread is not None and found.kind != "not_applicable":

@@ -171,27 +171,27 @@ class Site:
         if self.multiplies is not None:
             return ()
         if isinstance(self.spec, GatedMLPSpec):
-            return self.spec.feeds
+            return self.spec.consumers
         mixture = () if self.experts is None else self.experts.reads
-        return (*mixture, *(linear for norm in self.norms for linear in norm.feeds))
+        return (*mixture, *(linear for norm in self.norms for linear in norm.consumers))
 
     @property
     def beside_experts(self) -> bool:
         """Whether a linear that is none of the mixture's reads the norm too: LongCat-Flash has a dense MLP beside its experts."""
         within = f"{self.experts.path}." if self.experts is not None else ""
         declared = self.experts is not None and self.experts.beside_mlp
-        return declared or any(not linear.path.startswith(within) for norm in self.norms for linear in norm.feeds)
+        return declared or any(not linear.path.startswith(within) for norm in self.norms for linear in norm.consumers)
 
     @property
     def routed_alone(self) -> bool:
         """Whether routed experts, and nothing else but their router, read the norm."""
         alone = self.experts is not None and self.experts.shared is None and bool(self.norms)
-        return alone and not self.beside_experts and not any(norm.feeds for norm in self.norms)
+        return alone and not self.beside_experts and not any(norm.consumers for norm in self.norms)
 
     @property
     def quantising(self) -> str | None:
         """How many of those that read the first norm quantise it, in words, where some do and some do not."""
-        readers = self.consumers if len(self.norms) == 1 else self.norms[0].feeds if self.norms else ()
+        readers = self.consumers if len(self.norms) == 1 else self.norms[0].consumers if self.norms else ()
         some = sum(reader.activation is not None for reader in readers)
         return f"{some} of {len(readers)} quantise it" if 0 < some < len(readers) else None
 
@@ -332,7 +332,7 @@ def _stream(layer: str, spec: ResidualSpec, stack: Stack) -> list[Site]:
         at = partial(Site, layer=layer, spec=spec, block=block)
         ranks = spec.parallel.size if spec.adds_one or spec.parallel.size == 1 else 0
         adds = not first and spec.no_sum is None
-        entering = before.fed_by if spec.adds_one else ()
+        entering = before.producers if spec.adds_one else ()
         if adds and block == 0 and not entered:  # what is added is of the layer before
             entering = stack.gives.get(spec.layer_index - 1) or entering
         summed = stack.summed.get(spec.layer_index - (block == 0), ranks)
@@ -355,7 +355,7 @@ def _stream(layer: str, spec: ResidualSpec, stack: Stack) -> list[Site]:
         elif spec.parallel_residual:  # of the same sum as the norm before
             sites.append(at(role=POST_ATTENTION, norms=(after,), experts=mixture))
         else:
-            leaving = after.fed_by if spec.adds_one else ()
+            leaving = after.producers if spec.adds_one else ()
             sites.append(
                 at(
                     role=POST_ATTENTION,
@@ -419,12 +419,12 @@ def _linears_of(spec: AnySpec) -> tuple[LinearSpec, ...]:
     """Those that a spec was read with."""
     if isinstance(spec, ResidualSpec):
         norms = (*spec.input_norms, *spec.post_attention_norms)
-        return (*(each for norm in norms for each in (*norm.feeds, *norm.fed_by)), *spec.gives)
+        return (*(each for norm in norms for each in (*norm.consumers, *norm.producers)), *spec.gives)
     if isinstance(spec, MLASpec):
-        return () if spec.q_norm is None else spec.q_norm.feeds
+        return () if spec.q_norm is None else spec.q_norm.consumers
     if isinstance(spec, GatedDeltaNetSpec | Mamba2Spec):
-        return () if spec.output_norm is None else spec.output_norm.feeds
-    return spec.feeds if isinstance(spec, MLPSpec) else ()
+        return () if spec.output_norm is None else spec.output_norm.consumers
+    return spec.consumers if isinstance(spec, MLPSpec) else ()
 
 
 def _merged(spec: AnySpec, gates: bool) -> Iterator[tuple[str, Side, Side]]:

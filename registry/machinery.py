@@ -66,7 +66,7 @@ def kernel_fusions(specs: Iterable[tuple[str, Any]]) -> list[FusionKey]:
 
 def _readers(norm: NormSpec, residual: ResidualSpec | None) -> set[str]:
     """The modules of the decoder layer that read a norm, as far as specs say."""
-    readers = {linear.path.partition(".")[0] for linear in norm.feeds}
+    readers = {linear.path.partition(".")[0] for linear in norm.consumers}
     if residual is not None and residual.experts is not None and residual.experts.path is not None:
         readers.add(residual.experts.path.partition(".")[0])
     return readers
@@ -76,4 +76,4 @@ def _linears(specs: Iterable[tuple[str, Any]]) -> Iterator[LinearSpec]:
     for _, spec in specs:
         if isinstance(spec, ResidualSpec):
             for norm in (*spec.input_norms, *spec.post_attention_norms):
-                yield from norm.feeds
+                yield from norm.consumers

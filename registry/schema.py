@@ -250,8 +250,8 @@ def _norm() -> dict[str, Any]:
     table = _object(
         {
             "module": {"type": "string"},
-            "feeds": {"description": "The linears that read its result, as far as a layer has them.", **linears},
-            "fed_by": {
+            "consumers": {"description": "The linears that read its result, as far as a layer has them.", **linears},
+            "producers": {
                 "description": "The linears whose result joins the residual stream in front of it, as far as a layer has them.",
                 **linears,
             },

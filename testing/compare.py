@@ -52,7 +52,7 @@ def _close(one: float, other: float) -> bool:
 def linears_of(spec: Any) -> Iterator[tuple[LinearSpec, str, int, int]]:
     """The linears around a spec's norms and products: each with its side that is known, and that side's width in the model and on this rank."""
     if isinstance(spec, MLPSpec):
-        for linear in spec.feeds:
+        for linear in spec.consumers:
             yield linear, "in", spec.intermediate_size, spec.local_intermediate_size
         return
     for linear in spec.gives if isinstance(spec, ResidualSpec) else ():
@@ -64,9 +64,9 @@ def linears_of(spec: Any) -> Iterator[tuple[LinearSpec, str, int, int]]:
         width, local_width = heads * norm.width, local_heads * norm.width
         if isinstance(spec, Mamba2Spec):
             local_width = spec.local_intermediate_size
-        for linear in norm.feeds:
+        for linear in norm.consumers:
             yield linear, "in", width, local_width
-        for linear in norm.fed_by:
+        for linear in norm.producers:
             yield linear, "out", norm.width, norm.width
 
 

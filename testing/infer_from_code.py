@@ -42,7 +42,7 @@ _ATTENTIONS: tuple[Mapping[str, Any], ...] = (
             "activation": "activation",
             "norm_before_gate": {"const": True},
             "group_size": {"const": "none"},
-            "feeds": ["o_proj"],
+            "consumers": ["o_proj"],
         },
         "tp_weight": "o_proj.in_features",
     },

@@ -20,16 +20,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from layerfuse import registry
 from layerfuse.adapters import (
     LayerfuseError,
+    consumers,
     experts,
-    feeds,
     linear_quant_readings,
     linears,
     reader,
     sources,
     spec_fields,
 )
+from layerfuse.adapters.consumers import children_of
 from layerfuse.adapters.errors import UnreadableError
-from layerfuse.adapters.feeds import children_of
 from layerfuse.adapters.parallel import ranks_summed
 from layerfuse.adapters.reader import LayerReader
 
@@ -64,7 +64,7 @@ def _modules(paths: Any, layer: Any) -> list[tuple[str, Any]]:
     return found
 
 
-class _Linears(feeds.Linears):
+class _Linears(consumers.Linears):
     _together = ()  # none that was made beforehand
 
     def __init__(self, paths: Any, below: Any = None) -> None:
@@ -99,7 +99,7 @@ def slowly() -> Iterator[None]:
                 "several",
                 lambda obj, *paths: tuple(linear_quant_readings.at(obj, each) for each in paths),
             ),
-            (feeds, "plain_linear", lambda *_: None),
+            (consumers, "plain_linear", lambda *_: None),
             (linears, "linear_spec", linears.linear_spec.__wrapped__),
             (experts, "linear_spec", experts.linear_spec.__wrapped__),
             (experts, "_scores", experts._scores.__wrapped__),
@@ -250,7 +250,7 @@ def check(layer: Any, path: str, most: int | None, differ: float = 0.02) -> None
     for known in registry.default.readers_for(type(layer)):
         first, slow = both(known, layer, path)
         assert first == slow
-        said = [place for norm in known.facts.norms for place in (norm.module, *norm.feeds, *norm.fed_by)]
+        said = [place for norm in known.facts.norms for place in (norm.module, *norm.consumers, *norm.producers)]
         names = {place.steps[-1] for place in said} | {"mlp", "experts", "gate", "router", "shared_experts"}
         every = list(changes(layer, names))
         some = every if most is None or most >= len(every) else random.Random(known.key).sample(every, most)

@@ -276,7 +276,7 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
     # An ordinary norm adds nothing to its weight, an ordinary MLP has no factors, an ordinary attention projects keys and values, and an ordinary layer adds what its blocks give, one behind the other, with norms in front; where it was read and what reads it are no geometry. None says that
     # nothing was read, or that nothing says it.
     assert defaults == {
-        *(f"{mlp}.{field}" for mlp in ("GatedMLPSpec", "MLPSpec") for field in ("quant", "unquantised", "feeds")),
+        *(f"{mlp}.{field}" for mlp in ("GatedMLPSpec", "MLPSpec") for field in ("quant", "unquantised", "consumers")),
         *("GatedMLPSpec.gate_multiplier", "GatedMLPSpec.down_multiplier"),
         "MLASpec.rope",
         "GQASpec.shares_kv",
@@ -297,7 +297,7 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
     } | {
         f"{n}.{field}"
         for n in ("NormSpec", "GatedNormSpec", "LayerNormSpec")
-        for field in ("weight_offset", "module", "quant", "unquantised", "feeds", "fed_by")
+        for field in ("weight_offset", "module", "quant", "unquantised", "consumers", "producers")
     }
 
 

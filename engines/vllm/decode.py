@@ -38,7 +38,7 @@ BYPASSED = frozenset({"q_a_layernorm", "kv_a_layernorm", "rotary_emb", "mla_attn
 
 
 @define(kw_only=True, eq=False)
-class Door(Placement):
+class DecodePlacement(Placement):
     """The layers of one module that vLLM runs whose forward is to be ours: all of its MLA layers in which that is expected, or none."""
 
     fusion: str = NAME
@@ -52,15 +52,15 @@ class Door(Placement):
     "A `decode_ops.Layer` for each."
 
     @classmethod
-    def of(cls, module: nn.Module, decided: Plan, vllm_config: Any) -> Door | None:
+    def of(cls, module: nn.Module, decided: Plan, vllm_config: Any) -> DecodePlacement | None:
         """What is to be done in a module; None where its plan expects it nowhere. Nothing changes yet, and what is decided here holds."""
         sites = [decided.site[each.site] for each in decided.expected(NAME)]
         if not sites:
             return None
         layers: Any = {site.layer: site.spec for site in sites}
-        door = cls(module=module, layers=layers, vllm_config=vllm_config)
-        door.why_not = door._why_not_together(door._why_not_here())
-        return door
+        placed = cls(module=module, layers=layers, vllm_config=vllm_config)
+        placed.why_not = placed._why_not_together(placed._why_not_here())
+        return placed
 
     def _problems(self) -> Iterator[str]:
         problem = why_not_here(self.vllm_config) or SEAM.why_not()
@@ -178,15 +178,15 @@ class Door(Placement):
         return dict(zip(self.layers, (layer.wrapper for layer in self.made), strict=True)) if self.stands else {}
 
 
-def with_door(decided: Plan, module: nn.Module, vllm_config: Any) -> tuple[Plan, Door | None]:
+def with_placement(decided: Plan, module: nn.Module, vllm_config: Any) -> tuple[Plan, DecodePlacement | None]:
     """A plan with what is to stand where it expects decode steps. What is on by default and cannot stand there is not expected any more."""
-    door = Door.of(module, decided, vllm_config)
-    if door is None or door.stands:
-        return (decided if door is None else taking(decided)), door
+    placed = DecodePlacement.of(module, decided, vllm_config)
+    if placed is None or placed.stands:
+        return (decided if placed is None else taking(decided)), placed
     if decided.engine is None or NAME in dict(decided.config.switches):
-        return decided, door
-    once(logging.INFO, f"{LEFT} (it is on by default here)", door.why_not)
-    engine = attrs.evolve(decided.engine, keeps={**decided.engine.keeps, DECODE: str(door.why_not)})
+        return decided, placed
+    once(logging.INFO, f"{LEFT} (it is on by default here)", placed.why_not)
+    engine = attrs.evolve(decided.engine, keeps={**decided.engine.keeps, DECODE: str(placed.why_not)})
     return plan(decided.specs, decided.target, decided.config, engine), None
 
 
@@ -267,13 +267,13 @@ def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str], values: boo
     )
 
 
-def forward_of(held: Any, ops: Any, door: Door) -> Callable[..., Any]:
+def forward_of(held: Any, ops: Any, placed: DecodePlacement) -> Callable[..., Any]:
     """A forward for the wrapper of one layer that calls our ops, for Dynamo to trace or to be run as it is.
 
     Args:
         held: the layer, as `decode_ops.Layer`. Where something else is put in the place of what vLLM would run, that is called.
         ops: the module `decode_ops`.
-        door: says whether it is ours at all.
+        placed: says whether it is ours at all.
     """
     wrapper, stood, layer = held.wrapper, held.around, ops.encoded(held.name)
     latents, turn, attend = ops.latents, ops.turn, ops.attend
@@ -281,7 +281,7 @@ def forward_of(held: Any, ops: Any, door: Door) -> Callable[..., Any]:
 
     @wraps(wrapper.forward)
     def forward(positions: Any, hidden_states: Any, llama_4_scaling: Any = None) -> Any:
-        if llama_4_scaling is not None or positions.dim() != 1 or not door.stands:
+        if llama_4_scaling is not None or positions.dim() != 1 or not placed.stands:
             return type(wrapper).forward(wrapper, positions, hidden_states, llama_4_scaling)
         # What is put there once vLLM has traced a model is in none of its graphs, with ours or without.
         if not torch.compiler.is_compiling() and (problem := stood.changed()) is not None:

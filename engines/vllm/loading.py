@@ -23,7 +23,7 @@ from ..options import Options
 from ..process import once
 from . import products, routed_experts, shared_experts
 from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
-from .decode import with_door
+from .decode import with_placement
 from .decode_facts import NAME, TAKES
 from .keys import check_table
 from .native_fusions import by_transformers
@@ -109,7 +109,7 @@ def compiled_modules_of(
             loaded=True,
             decodes=True,
         )
-        decided, door = with_door(plan(inside, target, config, engine), module, vllm_config)
+        decided, placed = with_placement(plan(inside, target, config, engine), module, vllm_config)
         left = ignored | {layer for layer, _ in specs} - {layer for layer, _ in here}
         around = attrs.evolve(
             module_index_of(module),
@@ -131,7 +131,7 @@ def compiled_modules_of(
                     report_path=options.report,
                     unknown=unknown_here,
                     at_modules=reason,
-                    seams={} if door is None else {NAME: door},
+                    seams={} if placed is None else {NAME: placed},
                     engine=engine,
                 ),
             )

@@ -441,8 +441,8 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             from .decode_beyond import OwnBeyond
             from .decode_facts import NAME
 
-            door: Any = compiled.seams[NAME]
-            backend.pass_manager.passes.insert(0, OwnBeyond(compiled.untouched, door.made))
+            placed: Any = compiled.seams[NAME]
+            backend.pass_manager.passes.insert(0, OwnBeyond(compiled.untouched, placed.made))
     return result
 
 

@@ -253,6 +253,6 @@ def test_the_linear_that_reads_the_product_has_the_path_that_it_was_found_at() -
         "tp_weight": "w2.in_features",
     }
     layer = MLP()
-    (found,) = LayerReader("mylib:MLP", "mine", Facts(GatedMLPSpec, words)).read(layer).feeds
+    (found,) = LayerReader("mylib:MLP", "mine", Facts(GatedMLPSpec, words)).read(layer).consumers
     assert (found.path, found.in_features) == ("w2", 64)
     assert layer.get_submodule(found.path) is layer.w2

@@ -63,10 +63,10 @@ def test_bamba_alternates_mamba2_and_attention() -> None:
         ("layers.1", "self_attn.q_proj", "self_attn.o_proj"),
     ):
         stream = specs[layer]
-        assert mixer in [linear.path for linear in stream.input_norm.feeds]
-        assert [linear.path for linear in stream.post_attention_norm.fed_by] == [last]
+        assert mixer in [linear.path for linear in stream.input_norm.consumers]
+        assert [linear.path for linear in stream.post_attention_norm.producers] == [last]
         assert [linear.path for linear in stream.gives] == ["feed_forward.down_proj"]
-    assert [linear.path for linear in specs["layers.0.mamba"].output_norm.feeds] == ["out_proj"]
+    assert [linear.path for linear in specs["layers.0.mamba"].output_norm.consumers] == ["out_proj"]
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -77,8 +77,8 @@ def test_falcon_h1_has_both_in_a_layer_and_maybe_no_norm(before: bool) -> None:
     assert isinstance(normed["layers.1.self_attn"], GQASpec)
     assert not normed["layers.1"].added_as_given
     (norm,) = normed["layers.1"].input_norms
-    assert norm.feeds == (), "a factor stands between it and what reads it"
-    assert [linear.path for linear in normed["layers.1"].post_attention_norm.feeds] == [
+    assert norm.consumers == (), "a factor stands between it and what reads it"
+    assert [linear.path for linear in normed["layers.1"].post_attention_norm.consumers] == [
         "feed_forward.gate_proj",
         "feed_forward.up_proj",
     ]
@@ -126,7 +126,7 @@ def test_nemotron_h_is_made_of_layers_of_one_block() -> None:
     for index, (first, last) in enumerate(zip(reads, gives, strict=True)):
         stream = specs[f"layers.{index}"]
         assert stream.is_one_block
-        assert stream.input_norm.feeds[0].path == first
+        assert stream.input_norm.consumers[0].path == first
         assert [linear.path for linear in stream.gives] == [last]
         (site,) = sites_of("", stream)
         assert (site.role, site.adds) == ("input", index > 0)
@@ -156,7 +156,7 @@ def test_rwkvs_norms_are_layer_norms_that_no_linear_reads_as_they_are() -> None:
     stream = specs["blocks.1"]
     assert isinstance(stream, ResidualSpec)
     assert isinstance(stream.input_norm, LayerNormSpec)
-    assert (stream.input_norm.epsilon, stream.input_norm.feeds) == (1e-4, ())
+    assert (stream.input_norm.epsilon, stream.input_norm.consumers) == (1e-4, ())
 
 
 def test_a_rank_holds_its_share_of_heads_and_groups() -> None:

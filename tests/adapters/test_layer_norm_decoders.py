@@ -57,7 +57,7 @@ def test_a_layer_norm_says_its_bias(bias: bool) -> None:
     layer.input_layernorm = nn.LayerNorm(64, eps=3e-5, bias=bias, device="meta")
     read = registry.spec_for(layer).input_norm
     assert read == LayerNormSpec(width=64, epsilon=3e-5, has_weight=True, has_bias=bias)
-    assert [linear.path for linear in read.feeds] == ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    assert [linear.path for linear in read.consumers] == ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
 
 
 def test_norms_without_weights_or_with_one_that_counts_from_1() -> None:
@@ -94,7 +94,7 @@ def test_a_layer_whose_mlp_reads_the_attentions_norm() -> None:
     model = small("GPTJ", n_embd=64, n_head=4, n_layer=2, rotary_dim=8)
     (spec, _) = specs(model, ResidualSpec)
     assert (spec.parallel_residual, len(spec.input_norms), spec.post_attention_norms) == (True, 1, ())
-    assert [linear.path for linear in spec.input_norm.feeds] == [
+    assert [linear.path for linear in spec.input_norm.consumers] == [
         "attn.q_proj",
         "attn.k_proj",
         "attn.v_proj",
@@ -112,9 +112,9 @@ def test_the_same_class_has_its_blocks_side_by_side_or_in_turn(parallel: bool) -
     assert len(found["post_attention"].norms) == 1
     spec = specs(small("StableLm", use_parallel_residual=parallel), ResidualSpec)[0]
     assert (spec.parallel_residual, len(spec.post_attention_norms)) == (parallel, 0 if parallel else 1)
-    read = [linear.path for linear in spec.input_norm.feeds]
+    read = [linear.path for linear in spec.input_norm.consumers]
     assert read[3:] == (["mlp.gate_proj", "mlp.up_proj"] if parallel else [])
-    assert spec.input_norm.feeds[0].shares_input == tuple(read[1:])
+    assert spec.input_norm.consumers[0].shares_input == tuple(read[1:])
     spec = specs(small("Falcon", parallel_attn=parallel), ResidualSpec)[0]
     assert (spec.parallel_residual, len(spec.post_attention_norms)) == (parallel, 0 if parallel else 1)
 
@@ -158,7 +158,7 @@ def test_norms_behind_the_adds_give_the_stream() -> None:
     assert registry.unknown_in(model) == []  # the norm of the head is none of the stream
     (mlp, _) = specs(model, MLPSpec)
     assert (mlp.intermediate_size, mlp.activation, mlp.layer_index) == (256, "gelu", 0)
-    assert [linear.path for linear in mlp.feeds] == ["output.dense"]
+    assert [linear.path for linear in mlp.consumers] == ["output.dense"]
 
 
 def test_norms_stand_on_one_side_of_the_adds_alone() -> None:

@@ -154,17 +154,17 @@ def test_every_linear_of_every_real_layer_reads_the_norms_width(name: str) -> No
 
 def test_each_attention_of_longcat_gives_to_the_norm_behind_it() -> None:
     spec = registry.spec_for(real_model("longcat-flash").model.layers[2])
-    given = [[found.path for found in norm.fed_by] for norm in norms_in(spec)]
+    given = [[found.path for found in norm.producers] for norm in norms_in(spec)]
     assert given == [[], ["mlps.0.down_proj"], ["self_attn.0.o_proj"], ["self_attn.1.o_proj"]]
 
 
 def test_fp8_linears_say_their_blocks_and_what_they_quantise() -> None:
     layer = fp8_model("deepseek-v3").model.layers[3].self_attn
-    (found,) = registry.spec_for(layer).q_norm.feeds
+    (found,) = registry.spec_for(layer).q_norm.consumers
     assert (found.weight, found.activation, found.local_outputs) == (BLOCK, GROUP, (24576,))
     (whole,) = registry.spec_for(
         fp8_model("deepseek-v3", weight_block_size=None).model.layers[3].self_attn
-    ).q_norm.feeds
+    ).q_norm.consumers
     assert whole.weight == WeightSpec(dtype="float8_e4m3fn", scheme="tensor", block=None)
     assert whole.activation == ActivationQuant()
 
@@ -199,7 +199,7 @@ def test_a_packed_weight_tells_no_shard() -> None:
     layer = fresh_layer("deepseek-v3")
     packed = torch.empty(24576 * 1536 // 2, 1, dtype=torch.uint8, device="meta")
     layer.q_b_proj.weight = nn.Parameter(packed, requires_grad=False)
-    (found,) = registry.spec_for(layer).q_norm.feeds
+    (found,) = registry.spec_for(layer).q_norm.consumers
     assert (found.in_features, found.out_features) == (1536, 24576)
     assert (found.local_in_features, found.local_out_features, found.local_outputs) == (None, None, ())
     assert (found.style, found.weight) == (None, None)
@@ -207,19 +207,19 @@ def test_a_packed_weight_tells_no_shard() -> None:
 
 def test_reading_is_live_and_equal_linears_are_one() -> None:
     layer = fresh_layer("deepseek-v3")
-    before = registry.spec_for(layer).q_norm.feeds[0]
-    assert registry.spec_for(layer).q_norm.feeds[0] is before
+    before = registry.spec_for(layer).q_norm.consumers[0]
+    assert registry.spec_for(layer).q_norm.consumers[0] is before
     layer.q_b_proj = nn.Linear(1536, 99, bias=False, device="meta")
-    assert registry.spec_for(layer).q_norm.feeds[0].out_features == 99
+    assert registry.spec_for(layer).q_norm.consumers[0].out_features == 99
 
 
 @pytest.mark.parametrize("odd", [1536.0, "1536", None, True])
 def test_sizes_that_are_no_whole_numbers_are_not_said(odd: Any) -> None:
     """And never taken for equal ones that were read before."""
     layer = fresh_layer("deepseek-v3")
-    assert registry.spec_for(layer).q_norm.feeds[0].in_features == 1536
+    assert registry.spec_for(layer).q_norm.consumers[0].in_features == 1536
     layer.q_b_proj.in_features = odd
-    found = registry.spec_for(layer).q_norm.feeds[0]
+    found = registry.spec_for(layer).q_norm.consumers[0]
     assert (found.in_features, found.local_in_features, found.style) == (None, None, None)
 
 
@@ -242,7 +242,7 @@ def test_a_spec_that_is_shared_anew_has_no_linears_of_other_sizes(path: str) -> 
 def test_in_atom_the_total_is_the_share_of_all_ranks() -> None:
     entry = registry.model("deepseek-v3")
     layer = standins_atom.mlp(entry, entry.mlps["dense"], Rank(8, 5), "deepseek_v2:DeepseekV2MLP")
-    (down,) = registry.spec_for(layer).feeds
+    (down,) = registry.spec_for(layer).consumers
     assert (down.in_features, down.local_in_features, down.out_features, down.style) == (18432, 2304, 7168, "row")
     merged = linear_of("gate_up_proj", ("gate_up_proj",), layer.gate_up_proj)
     assert (merged.out_features, merged.local_out_features, merged.style) == (36864, 4608, "column")

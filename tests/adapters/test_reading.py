@@ -368,7 +368,7 @@ def test_equal_norms_keep_who_reads_them() -> None:
     before = registry.spec_for(layer)
     after = registry.spec_for(layer.half())
     assert after == before
-    dtypes = [found.weight.dtype for spec in (before, after) for found in spec.kv_norm.feeds]
+    dtypes = [found.weight.dtype for spec in (before, after) for found in spec.kv_norm.consumers]
     assert dtypes == ["float32", "float16"]
 
 

@@ -24,7 +24,7 @@ def plan_of(fusion: str, **changes: object) -> Plan:
     down = linear_spec("down_proj", ("down_proj",), (384, 384, 256, 256, (256,), "replicated"), weight, quant, False)
     mlp = GatedMLPSpec(
         hidden_size=256, layer_index=0, parallel=WHOLE, intermediate_size=384, local_intermediate_size=384,
-        activation="silu", swiglu_limit=None, quant=quant, feeds=(down,),
+        activation="silu", swiglu_limit=None, quant=quant, consumers=(down,),
     )  # fmt: skip
     target, config = Target(arch="cpu", vendor="cpu", fp8="e4m3fn"), FusionConfig(switches={fusion: True})
     return plan([("mlp", mlp)], target, config, Engine(**({"name": "vllm", "linears": {}} | changes)))

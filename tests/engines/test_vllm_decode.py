@@ -870,7 +870,7 @@ def test_a_first_call_before_which_the_ranks_do_not_agree_is_none(
 ) -> None:
     with paged("deepseek-v3", tmp_path, layerfuse=ON, profile=False) as engine:
         with (
-            mock.patch.object(decode.Door, "_why_not_together", side_effect=RuntimeError("no answer")),
+            mock.patch.object(decode.DecodePlacement, "_why_not_together", side_effect=RuntimeError("no answer")),
             pytest.raises(RuntimeError, match="no answer"),
         ):
             engine.engine()

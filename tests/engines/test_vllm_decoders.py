@@ -139,7 +139,7 @@ def test_every_value_is_the_configs(name: tuple[str, str], tp: int, rank: int, t
     for norm in (*stream, final.final_norm):
         assert (norm.width, norm.weight_offset) == (config["hidden_size"], offset)
         assert norm.epsilon == config["rms_norm_eps"]
-    assert all(norm.feeds for norm in (spec.input_norm for spec in of[ResidualSpec]))
+    assert all(norm.consumers for norm in (spec.input_norm for spec in of[ResidualSpec]))
 
 
 class Block(torch.nn.Module):

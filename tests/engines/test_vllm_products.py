@@ -148,7 +148,7 @@ def test_a_loaded_model_whose_adapter_reads_no_linears_is_fused_without_them(
         changed: dict[str, Any] = {}
         for field in attrs.fields(type(spec)):
             held = getattr(spec, field.name)
-            if field.name in ("feeds", "fed_by", "gives"):
+            if field.name in ("consumers", "producers", "gives"):
                 changed[field.name] = ()
             elif isinstance(held, NormSpec):
                 changed[field.name] = without_linears(held)

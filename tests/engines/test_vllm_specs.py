@@ -162,7 +162,7 @@ def test_what_an_fp8_linear_quantises_is_read_off_the_kernel_that_vllm_gave_it(
 
     attention, stream = registry.spec_for(decoder.self_attn), registry.spec_for(decoder)
     assert (attention.q_norm.quant, stream.input_norm.quant, stream.post_attention_norm.quant) == (quant,) * 3
-    (linear,) = attention.q_norm.feeds
+    (linear,) = attention.q_norm.consumers
     assert linear.activation == described and linear.weight == WEIGHTS[id(quantization)]
     assert attention.kv_norm.quant is None
     assert registry.spec_for(decoder.mlp).quant == quant
@@ -179,7 +179,7 @@ def test_packed_integers_say_their_groups_and_sizes() -> None:
     with mock.patch(f"{schemes}.compressed_tensors_wNa16.choose_mp_linear_kernel", return_value=MarlinLinearKernel):
         quantization = {"quant_method": "compressed-tensors", **packed}
         model = build_model("deepseek-v3", tp=2, first_k_dense_replace=1000, quantization_config=quantization)
-    (linear,) = registry.spec_for(model.get_submodule("model.layers.0.self_attn")).q_norm.feeds
+    (linear,) = registry.spec_for(model.get_submodule("model.layers.0.self_attn")).q_norm.consumers
     assert linear.weight == WeightSpec(dtype="int4", scheme="group", block=(1, 128))
     assert (linear.local_in_features, linear.local_out_features, linear.activation) == (1536, 12288, None)
 
@@ -194,15 +194,15 @@ def test_a_linear_that_takes_its_input_quantised_says_so() -> None:
             model = build_model("deepseek-v3", first_k_dense_replace=1000, quantization_config=quantization)
         layer = model.get_submodule("model.layers.0.self_attn")
         assert (get_input_quant_key(layer.q_b_proj) is not None) == takes
-        assert registry.spec_for(layer).q_norm.feeds[0].takes_quantised == takes
+        assert registry.spec_for(layer).q_norm.consumers[0].takes_quantised == takes
     layer.q_b_proj.requires_unquantized_input = True
-    assert not registry.spec_for(layer).q_norm.feeds[0].takes_quantised
+    assert not registry.spec_for(layer).q_norm.consumers[0].takes_quantised
 
 
 def test_kv_heads_that_ranks_have_copies_of_are_counted_once() -> None:
     """Two of them, of 256 columns, over eight ranks: vLLM's `output_size` has eight."""
     decoder = build_model("qwen3-next", tp=8, rank=5).get_submodule("model.layers.3")
-    (linear,) = registry.spec_for(decoder).input_norm.feeds
+    (linear,) = registry.spec_for(decoder).input_norm.consumers
     assert linear.out_features == 2 * 16 * 256 + 2 * 2 * 256 < decoder.self_attn.qkv_proj.output_size
     assert linear.local_outputs == (2 * 2 * 256, 256, 256)
 

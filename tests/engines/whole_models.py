@@ -105,7 +105,7 @@ def norms_that_feed_nothing(model: Any) -> set[str]:
         for norm in facts.norms:
             if str(norm.module) in children:
                 found.add(name := f"{type(layer).__name__}.{norm.module}")
-                fed.update(name for feed in norm.feeds if str(feed) in children)
+                fed.update(name for feed in norm.consumers if str(feed) in children)
     return found - fed
 
 

@@ -48,7 +48,7 @@ def in_fp8(spec: Any, quant: ActivationQuant) -> Any:
     changed: dict[str, Any] = {}
     for field in attrs.fields(type(spec)):
         held = getattr(spec, field.name)
-        if field.name in ("feeds", "fed_by", "gives"):
+        if field.name in ("consumers", "producers", "gives"):
             changed[field.name] = tuple(attrs.evolve(each, weight=BLOCK, activation=quant) for each in held)
         elif field.name.endswith(("norms", "norm")) and held:
             several = isinstance(held, tuple)
@@ -219,7 +219,7 @@ def test_products_in_a_graph_are_those_of_the_plan() -> None:
         parallel=WHOLE,
         intermediate_size=128,
         local_intermediate_size=128,
-        feeds=(up, down),
+        consumers=(up, down),
         activation="relu",
     )
     model = Linears().bfloat16()
@@ -271,7 +271,7 @@ def test_torchs_own_product_of_scaled_rows(
     linear = linear_spec("linear", ("linear",), (128, 128, 64, 64, (64,), "replicated"), held, quant, False)
     mlp = MLPSpec(
         hidden_size=64, layer_index=0, parallel=WHOLE, intermediate_size=128, local_intermediate_size=128,
-        feeds=(linear,), activation="relu",
+        consumers=(linear,), activation="relu",
     )  # fmt: skip
     model = nn.Module()
     model.linear = Scaled(dtype, fast, channels, bias)

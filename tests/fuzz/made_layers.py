@@ -103,7 +103,7 @@ def _places(field: str, source: Any, below: tuple[str, ...] = ()) -> Iterator[tu
             yield from _places("epsilon", place)
         for place in source.where:
             yield from _places("has_norm", place)
-        for path in source.feeds:
+        for path in source.consumers:
             yield from _linear(path.steps)
     elif isinstance(source, RopeSource):
         for part, places in source.fields:

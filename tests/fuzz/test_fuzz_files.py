@@ -34,7 +34,7 @@ KEYS = sorted(
         "path",
         "as",
         "module",
-        "feeds",
+        "consumers",
         "tp_size",
         "models",
     }

@@ -78,7 +78,7 @@ WRONG_FACTS = {
     ),
     "the wrong side of a weight": ({"tp_weight": "kv_b.in_features"}, "C10", "num_local_heads: declared 2, read 4"),
     "a linear that reads something else": (
-        {"q_norm": {"module": "q_norm", "feeds": ["kv_b"]}},
+        {"q_norm": {"module": "q_norm", "consumers": ["kv_b"]}},
         "C1",
         ": kv_b: in_features ",
     ),

@@ -180,7 +180,7 @@ def mla_words(**q_norm: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("feeds", "says"),
+    ("consumers", "says"),
     [
         ("q_b_proj", "expected the paths of linear modules, got 'q_b_proj'"),
         ([3], r"expected the paths of linear modules, got \[3\]"),
@@ -188,14 +188,14 @@ def mla_words(**q_norm: Any) -> dict[str, Any]:
         (["a / b"], "a linear module is at a path, not at a quotient"),
     ],
 )
-def test_feeds_are_paths(feeds: Any, says: str) -> None:
-    with pytest.raises(FactsError, match=f"^q_norm.feeds: .*{says}"):
-        Facts(MLASpec, mla_words(feeds=feeds))
+def test_consumers_are_paths(consumers: Any, says: str) -> None:
+    with pytest.raises(FactsError, match=f"^q_norm.consumers: .*{says}"):
+        Facts(MLASpec, mla_words(consumers=consumers))
 
 
 def test_feeds_in_a_models_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    words = '{ like = "transformers:DeepseekV3Attention", q_norm = { module = "q_a_layernorm", feeds = ["wq.0"] } }'
+    words = '{ like = "transformers:DeepseekV3Attention", q_norm = { module = "q_a_layernorm", consumers = ["wq.0"] } }'
     path.write_text(with_class(words, "mylib:Attention"))
     own = registry.fresh()
     own.load(path)
@@ -223,7 +223,7 @@ def test_every_norm_of_every_built_in_class_says_who_reads_it(adapter: Any) -> N
         for key, several in adapter
         for facts in several
         for source in facts.norms
-        if not source.feeds and facts.spec not in (FinalNormSpec, GQASpec)
+        if not source.consumers and facts.spec not in (FinalNormSpec, GQASpec)
         if source not in facts.parsed.get("post_norms", ())[1:] and key not in before_experts
     }
     # What reads the final norm is the head, which is outside of the class that holds it.
@@ -240,8 +240,8 @@ def test_feeds_lead_to_linears_on_every_real_layer(name: str) -> None:
         layer = model.get_submodule(path)
         children = dict(layer.named_modules())
         for source in registry.default.readers_for(type(layer))[0].facts.norms:
-            found = [children[str(feed)] for feed in source.feeds if str(feed) in children]
+            found = [children[str(feed)] for feed in source.consumers if str(feed) in children]
             assert all(isinstance(linear, nn.Linear) for linear in found)
-            there = str(source.module) in children and source.feeds
+            there = str(source.module) in children and source.consumers
             if there and not (name == "gpt-oss-20b" and source.module.steps == ("post_attention_layernorm",)):
                 assert found, (path, str(source))

@@ -1,7 +1,7 @@
 """The linears around a norm: those that read its result and the quantisation that they agree on, and those that give what it norms.
 
 A norm's result may have further readers: a mixture's router and routed experts, which are read with it (`experts`), and the small
-projections of gates. Those are not listed as `feeds`.
+projections of gates. Those are not listed as `consumers`.
 """
 
 from __future__ import annotations
