@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from compile_kernels import TARGETS, Compiler
+from triton.backends.compiler import GPUTarget
 
 from layerfuse.fusion.backends.triton import experts, launcher, linear
 from layerfuse.fusion.linear_ops import (
@@ -20,7 +21,10 @@ from layerfuse.fusion.linear_ops import (
 )
 from layerfuse.fusion.ops.linear import scales_shape
 
-SHAPES = ((2112, 7168), (3072, 1536), (7168, 2304), (272, 18432))
+TARGETS["sm89"] = GPUTarget("cuda", 89, 32), torch.float8_e4m3fn
+"""The smallest shared memory that fp8 is multiplied with. Its products are other instructions than Hopper's, with other copies in front."""
+
+SHAPES = ((2112, 7168), (3072, 1536), (7168, 2304), (272, 18432), (256, 65536))
 FORMS = ("quantises", "quantised", "channels", "plain")
 """Whether activations come in bfloat16 to be quantised, in fp8 with scales of groups or of tokens, or are multiplied as they are."""
 
