@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,18 +63,28 @@ class TooManyRanksError(LayerfuseError, ValueError):
 def target_for(engine: str | None) -> tuple[str, str | None]:
     """The target of a plan that nobody gave one for, and a sentence on it where it may not be the one that is meant.
 
-    For an engine it is this machine's GPU, as what an engine fuses itself, and what was measured faster there, differs by GPU. That imports torch.
+    For an engine it is this machine's GPU, as what an engine fuses itself, and what was measured faster there, differs by GPU. Torch says which it is,
+    and is imported where there may be one.
     """
     if engine not in RUNS_HERE:
         return DEFAULT_TARGET, None
     try:
-        found = Target.detect()
+        found = Target.detect() if _may_have_gpu() else Target.named("cpu")
     except (ImportError, OSError):  # a broken wheel raises OSError too
         found = Target.named("cpu")
     if found.vendor != "cpu":
         return found.name, None
     said = f"Planned for {ENGINE_TARGET} (H100, H200), as no --target was given and torch can use no GPU here; --target names another."
     return ENGINE_TARGET, said
+
+
+def _may_have_gpu() -> bool:
+    """Whether torch could find a GPU here: on Linux it reaches each by a file of the driver's."""
+    return sys.platform != "linux" or any(name.startswith(_DRIVERS) for name in os.listdir("/dev"))
+
+
+_DRIVERS = ("nvidia", "nvgpu", "nvmap", "nvhost", "kfd", "dxg")
+"""How those begin in /dev: NVIDIA's, its boards' with a GPU on the chip, AMD's, and that of Linux in Windows."""
 
 
 def sharded(
@@ -254,6 +265,8 @@ def _of_release(engine: str | None, release: str | None) -> list[str]:
 
 def _unfound(decided: Plan) -> list[str]:
     """Of each fusion that is asked for by name and is in no row, why it has no site."""
+    if not os.environ.get(ENVIRONMENT):
+        return []
     from ..engines.options import Options
     from ..engines.vllm.decode_facts import TAKES
 
@@ -301,10 +314,10 @@ def _quantising(entry: ModelEntry, how: str) -> ModelEntry:
 
 def _linears(decided: Plan) -> list[str]:
     """What vLLM takes on Hopper for linears in blocks of 128, where that decides on what can be fused (engines/vllm/inside.py)."""
-    from ..engines.vllm.releases import BLOCKS_INSIDE
-
     if decided.engine is None or decided.engine.name != "vllm" or decided.target.arch != "sm90":
         return []
+    from ..engines.vllm.releases import BLOCKS_INSIDE
+
     quants = {decided.config.quant_at(site) for site in decided.sites}
     blocks = [each for each in quants if each is not None and each.group_size == 128]
     if any(each.inside for each in blocks) and not any(

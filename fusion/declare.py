@@ -12,7 +12,7 @@ from functools import cached_property
 from keyword import iskeyword
 from typing import Any, ClassVar, TypeAlias
 
-from attrs import define, field, frozen
+from attrs import asdict, define, field, frozen
 
 from ..adapters.errors import LayerfuseError, did_you_mean, shown
 
@@ -31,8 +31,28 @@ class Source:
         return self.text
 
 
-@frozen(kw_only=True)
-class Argument:
+class _Declared:
+    """Compares and prints by the fields of its class. attrs would write that out for each of some fifty kinds, in a tenth of a plan's time."""
+
+    __slots__ = ()
+
+    def _values(self) -> dict[str, Any]:
+        kind: Any = self  # a class of fields
+        return asdict(kind, recurse=False)
+
+    def __eq__(self, other: object) -> bool:
+        return self._values() == other._values() if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self._values().values()))
+
+    def __repr__(self) -> str:
+        said = (f"{name}={value!r}" for name, value in self._values().items())
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
+@frozen(kw_only=True, eq=False, repr=False)
+class Argument(_Declared):
     """One argument of an op."""
 
     schema: ClassVar[str] = "Tensor"
@@ -66,7 +86,7 @@ REQUIRED: Any = object()
 """The default of an argument that has none."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Rows(Argument):
     """A tensor of rows, (..., width): any leading dimensions and row strides, last stride 1."""
 
@@ -93,12 +113,11 @@ class Rows(Argument):
         return self.mutated
 
 
-@frozen(kw_only=True)
 class QuantisedRows(Rows):
     """Rows in fp8."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class RowScales(Argument):
     """The float32 scales of `QuantisedRows`, (..., width / 128 rounded up), of any strides: by rows or by columns."""
 
@@ -106,7 +125,7 @@ class RowScales(Argument):
     doc: str = "float32, (..., width / 128), rounded up: one per 128 columns of a row, in any strides."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Weight(Argument):
     """A norm's weight, (width,), of any floating dtype."""
 
@@ -114,7 +133,7 @@ class Weight(Argument):
     "The rows that it belongs to."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Epsilon(Argument):
     """Added to the mean square, at least 0."""
 
@@ -123,7 +142,7 @@ class Epsilon(Argument):
     name: str = "epsilon"
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class GroupName(Argument):
     """The process group whose ranks call the op together, by name: a schema carries no communicator."""
 
@@ -135,7 +154,7 @@ class GroupName(Argument):
     )
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class WeightOffset(Argument):
     """Added to the weight: 1.0 for zero-centred norms."""
 
@@ -146,7 +165,7 @@ class WeightOffset(Argument):
     default = 0.0
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class QuantDtype(Argument):
     """The fp8 format of quantised results."""
 
@@ -157,7 +176,7 @@ class QuantDtype(Argument):
     default = Source("torch.float8_e4m3fn")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class FloatDtype(Argument):
     """The dtype of a result whose rows are quantised."""
 
@@ -168,7 +187,7 @@ class FloatDtype(Argument):
     default = Source("torch.bfloat16")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class GroupSize(Argument):
     """Columns that share a scale."""
 
@@ -179,7 +198,7 @@ class GroupSize(Argument):
     default = 128  # DeepSeek's
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Flag(Argument):
     """A switch, off unless it says otherwise."""
 
@@ -193,17 +212,15 @@ class Flag(Argument):
         return self.on
 
 
-@frozen(kw_only=True)
 class ColumnMajor(Flag):
     """The layout of the scales: column by column."""
 
 
-@frozen(kw_only=True)
 class TmaAligned(Flag):
     """The layout of column-major scales: each column on 16 bytes."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Choice(Argument):
     """One of several words, the first of them unless given."""
 
@@ -217,7 +234,7 @@ class Choice(Argument):
         return self.words[0]
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Limit(Argument):
     """The clamp of a gated MLP: gates are at most this, the other half lies between minus and plus this."""
 
@@ -228,7 +245,7 @@ class Limit(Argument):
     default = Source('float("inf")')
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Number(Argument):
     """A number that a layer has once and for all."""
 
@@ -238,7 +255,7 @@ class Number(Argument):
     "What a benchmark gives for it."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class StaticScale(Argument):
     """The scale of a static quantisation."""
 
@@ -246,7 +263,7 @@ class StaticScale(Argument):
     doc: str = "one float32 element on the device of the rows: values are divided by it."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class PaddedWidth(Argument):
     """How wide a padded result is."""
 
@@ -256,7 +273,7 @@ class PaddedWidth(Argument):
     doc: str = "columns of the padded result, at least the width; what is behind the width is zero."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Index(Argument):
     """A whole number for each token: int32 or int64, (tokens,), contiguous."""
 
@@ -264,7 +281,7 @@ class Index(Argument):
     "The rows whose tokens are numbered: their leading dimensions, counted as one, without heads."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class OptionalIndex(Index):
     """One that may be left out: token t then has the number t, counted anew behind the last one that there is."""
 
@@ -272,7 +289,7 @@ class OptionalIndex(Index):
     default = None
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Table(Argument):
     """A table of cos or sin, (positions, width / 2), of any floating dtype, last stride 1."""
 
@@ -282,7 +299,7 @@ class Table(Argument):
     "True: it may be narrower than half of them. The columns behind are then not turned."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Cache(Argument):
     """A paged cache, which the op writes to, see `ops.cache_layout`."""
 
@@ -291,7 +308,7 @@ class Cache(Argument):
     is_mutated = True
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class HeadWeight(Argument):
     """A GEMM's weight for each head, (heads, width of `of`, width of the product), of the dtype of `of`.
 
@@ -302,7 +319,7 @@ class HeadWeight(Argument):
     "The rows of heads that are multiplied by it."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class LinearWeight(Argument):
     """A linear's weight in fp8, (columns of the product, width of `of`); rows of any stride, last stride 1."""
 
@@ -311,14 +328,14 @@ class LinearWeight(Argument):
     doc: str = "(columns, width), fp8; rows of any stride."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class PlainWeight(LinearWeight):
     """One of the dtype of the rows, without scales."""
 
     doc: str = "(columns, width), of the dtype of x; rows of any stride."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Bias(Argument):
     """What a linear adds to each column, (columns,); it may be left out. Its dtype is that of `FloatDtype` if the op has it, else the weight's."""
 
@@ -329,7 +346,7 @@ class Bias(Argument):
     doc: str = "(columns,), of the dtype of the weight; None: nothing is added."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class BlockScales(Argument):
     """The float32 scales of a `LinearWeight`, one per 128 x 128, contiguous; the last blocks may be short."""
 
@@ -337,7 +354,7 @@ class BlockScales(Argument):
     doc: str = "float32, (columns / 128, width / 128), rounded up: one per block of the weight."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class TokenScales(Argument):
     """The float32 scales of `QuantisedRows`, (..., 1), rows of any stride, or one element for all of them."""
 
@@ -345,7 +362,7 @@ class TokenScales(Argument):
     doc: str = "float32, (..., 1): one per token, or one element for all."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class ChannelScales(Argument):
     """The float32 scales of a `LinearWeight`: contiguous, one per column of the product in any shape, or one element for all of them."""
 
@@ -355,7 +372,7 @@ class ChannelScales(Argument):
     )
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class ExpertWeights(Argument):
     """The weights of experts in fp8, (experts, columns of the product, width of `of`); last stride 1, columns and width divide by 128."""
 
@@ -363,7 +380,7 @@ class ExpertWeights(Argument):
     "The rows that are multiplied by it, or the `ExpertWeights` whose product is: half as wide, gates times the others."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class ExpertScales(Argument):
     """The float32 scales of `ExpertWeights`, one per 128 x 128, contiguous."""
 
@@ -371,7 +388,7 @@ class ExpertScales(Argument):
     doc: str = "float32, (experts, columns / 128, width / 128), contiguous: one per block of the weights."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class RouterWeights(Argument):
     """What each expert that a token of `of` chose counts: (tokens, choices), float32, last stride 1."""
 
@@ -379,7 +396,7 @@ class RouterWeights(Argument):
     doc: str = "float32, (tokens, choices): what each chosen expert counts."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class ExpertIds(Argument):
     """The experts that were chosen, of the shape of the `RouterWeights` called `of`: int32 or int64, last stride 1."""
 
@@ -387,7 +404,7 @@ class ExpertIds(Argument):
     doc: str = "int32 or int64, (tokens, choices): the chosen experts. One that is none, as -1, counts nothing."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Output(Argument):
     """What the op writes its result to: of the shape of the rows called `of`, any floating dtype, rows of any stride, last stride 1."""
 
@@ -395,7 +412,7 @@ class Output(Argument):
     is_mutated = True
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class NamedOp(Argument):
     """An op by its name, `namespace::op`; empty: none."""
 
@@ -419,8 +436,8 @@ TMA_ALIGNED = TmaAligned(
 UE8M0 = Flag(name="use_ue8m0", doc="round the scales up to powers of two.")
 
 
-@frozen(kw_only=True)
-class Result:
+@frozen(kw_only=True, eq=False, repr=False)
+class Result(_Declared):
     """One result of an op: a contiguous tensor unless it says otherwise."""
 
     name: str
@@ -429,37 +446,31 @@ class Result:
     doc: str = ""
 
 
-@frozen(kw_only=True)
 class Like(Result):
     """A tensor of the shape and dtype of `of`."""
 
 
-@frozen(kw_only=True)
 class Quantised(Result):
     """An fp8 tensor as wide as `of`, heads joined; its dtype is the argument of kind `QuantDtype`, or e4m3fn."""
 
 
-@frozen(kw_only=True)
 class Scales(Result):
     """The float32 scales, (..., groups), laid out as `ops.quantisation.scale_strides` says."""
 
 
-@frozen(kw_only=True)
 class Packed(Result):
     """Two fp4 (e2m1) values per byte, the first in the low bits: uint8, half as wide as `of`."""
 
 
-@frozen(kw_only=True)
 class Exponents(Result):
     """The scales of MX formats: their exponents plus 127 (e8m0) in uint8, one per 32 columns."""
 
 
-@frozen(kw_only=True)
 class Padded(Result):
     """A tensor of the dtype of `of`, as wide as the argument of kind `PaddedWidth`."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Joined(Result):
     """A tensor as wide as `of` and `beside` together; of their dtype, or fp8 where the op has an argument of kind `QuantDtype`."""
 
@@ -468,7 +479,7 @@ class Joined(Result):
     "The argument of kind `HeadWeight` that `of` is multiplied by: the product's width counts, not that of `of`."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Product(Result):
     """A tensor of the dtype of `of`, or of the argument of kind `FloatDtype`, as wide as the argument of kind `LinearWeight` called `through` has rows."""
 

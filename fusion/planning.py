@@ -281,7 +281,7 @@ def plan(
         routed = tuple(mixture_sites(placed, engine.linears))
     roles = frozenset(site.role for site in (*sites, *linears, *routed))
     mixed = {} if engine is None else {index for index, experts in stack.mixtures.items() if experts is not None}
-    decide = _Decider(target, config, engine, shipped() if policy is None else policy, roles, mixed)
+    decide = _Decider(target, config, engine, policy, roles, mixed)
     decisions = decide.over(sites)
     if linears:
         linears = _handed_over(linears, decide.quantised)
@@ -375,7 +375,7 @@ class _Decider:
         target: Target,
         config: FusionConfig,
         engine: Engine | None,
-        policy: Policy,
+        policy: Policy | None,
         roles: frozenset[str],
         mixed: Collection[int | None],
     ) -> None:
@@ -384,7 +384,7 @@ class _Decider:
         self._mixed = mixed
         self._config = config
         self._engine = engine
-        self._policy = policy
+        self._given = policy
         self._switches = dict(config.switches)
         self._declared = frozenset(role for role, _ in config.quant)
         self._fusions = tuple(FUSIONS.values())
@@ -469,6 +469,11 @@ class _Decider:
             return None
         return engine.experts or f"not known: how {engine.name} runs a mixture's experts, and what it gives them"
 
+    @property
+    def _policy(self) -> Policy:
+        """The measurements, which only plans for an engine read."""
+        return shipped() if self._given is None else self._given
+
     def _is_mixed(self, site: Site) -> bool:
         """Whether its layer holds a mixture of experts, which matters in an engine."""
         return site.spec.layer_index in self._mixed
@@ -509,7 +514,7 @@ class _Decider:
             if elsewhere is not None:
                 return Legality("not_applicable", elsewhere)
         companion = engine is not None and fusion.goes_with in self.beside
-        off = self._config.why_off(fusion, engine, measured, self._policy, quant, site.name, companion)
+        off = self._config.why_off(fusion, engine, measured, self._given, quant, site.name, companion)
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:
             refusal = refusal or limit.reason

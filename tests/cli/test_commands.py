@@ -331,3 +331,17 @@ def test_what_was_given_is_echoed_cut(run, monkeypatch, arguments, variable):
     assert 0 < len(answer.out + answer.err) < 3_000
     assert "x" * 60 in answer.err
     assert "..." in answer.err
+
+
+@pytest.mark.parametrize(("command", "brief"), [(["plan", "kimi-k2.5"], True), (["fusions"], False)])
+def test_a_brief_command_leaves_nothing_to_look_through_at_its_end(run_python, command, brief):
+    """Python looks for cycles as it ends: in a plan's objects, all of which are in use until then."""
+    code = (
+        "import gc, sys\n"
+        "from layerfuse.cli import main\n"
+        f"sys.argv[1:] = {command!r}\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > 0)"
+    )
+    assert run_python("-c", code).out.splitlines()[-1] == f"True {brief}"

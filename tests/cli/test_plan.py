@@ -76,16 +76,30 @@ def test_a_short_name_is_a_name_too(run, name):
     assert run("plan", name, "--tp", 8).out == KIMI
 
 
-def test_no_torch_and_no_engine_is_imported(run_python):
+def imported(run_python, *arguments, before="") -> list[str]:
+    """Of what a plan can do without, the modules that it has imported."""
     code = (
-        "import sys\n"
+        f"import sys\n{before}\n"
         "from layerfuse.cli import main\n"
-        "try: main(['plan', 'kimi-k2.5', '--tp', '8'])\n"
+        f"try: main({['plan', *arguments]!r})\n"
         "except SystemExit: pass\n"
-        "print([m for m in ('torch', 'transformers', 'vllm', 'numpy', 'pydantic') if m in sys.modules])"
+        "print(*[m for m in ('torch', 'transformers', 'vllm', 'numpy', 'pydantic', 'layerfuse.engines') if m in sys.modules])"
     )
-    answer = run_python("-c", code)
-    assert answer.out.splitlines()[-1] == "[]"
+    return run_python("-c", code).out.splitlines()[-1].split()
+
+
+def test_no_torch_and_no_engine_is_imported(run_python):
+    assert imported(run_python, "kimi-k2.5", "--tp", "8") == []
+
+
+@pytest.mark.parametrize(
+    ("files", "asked"), [(["null", "nvme0"], []), (["null", "nvidia0"], ["torch"]), (["kfd"], ["torch"])]
+)
+def test_torch_is_asked_for_the_gpu_where_there_may_be_one(run_python, files, asked):
+    before = f"import os; sys.platform, os.listdir = 'linux', lambda _: {files!r}"
+    got = imported(run_python, "kimi-k2.5", "--engine", "vllm", before=before)
+    assert [name for name in got if name == "torch"] == asked
+    assert "vllm" not in got
 
 
 def test_each_kind_is_counted_once(run):

@@ -10,6 +10,7 @@ import torch
 
 from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
+from layerfuse.cli import planning
 from layerfuse.cli.planning import config_for, plan_data
 from layerfuse.engines.vllm.native_fusions import NEEDS_FLASHINFER, Place, by_passes
 from layerfuse.engines.vllm.releases import BLOCKS_INSIDE
@@ -310,6 +311,7 @@ def test_without_a_target_a_plan_for_an_engine_is_made_for_the_gpu_that_is_there
         "Planned for sm90 (H100, H200), as no --target was given and torch can use no GPU here; --target names another."
     )
     assert planned("--engine", engine) == ("sm90", [said])
+    monkeypatch.setattr(planning, "_may_have_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert planned("--engine", engine) == ("sm100", [])
