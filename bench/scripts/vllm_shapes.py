@@ -52,7 +52,7 @@ _EIGHTH = {
     "intermediate_size": 2304,
     "moe_intermediate_size": 256,
 }
-_DENSE = {"num_hidden_layers": 4, "first_k_dense_replace": 4, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+_DENSE = {"num_hidden_layers": 4, "first_k_dense_replace": 4, "n_routed_experts": 32, "n_group": 4, "topk_group": 2}
 _ALL_DENSE = {**_DENSE, "num_hidden_layers": 6, "first_k_dense_replace": 6, "quantization_config": BLOCKS}
 _ALL_MIXED = {"num_hidden_layers": 3, "first_k_dense_replace": 0, "quantization_config": BLOCKS}
 _GLM_EIGHTH = {
