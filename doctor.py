@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -92,7 +93,7 @@ def diagnose() -> Diagnosis:
         *environment(
             on="cuda" if gpu.state == "found" else "cpu",
             has_torch=torch.state == "found",
-            has_vllm=_version("vllm").state == "found",
+            engines=[name for name in ("vllm", "sglang") if _version(name).state == "found"],
         ),
     ]
     enables = tuple(_enables({found.name: found for found in findings}))
@@ -307,18 +308,19 @@ def _backend_plugins() -> list[Finding]:
 # ---- the environment -------------------------------------------------------------------------------------------------
 
 
-def environment(*, on: str, has_torch: bool, has_vllm: bool) -> list[Finding]:
+def environment(*, on: str, has_torch: bool, engines: Iterable[str] = ()) -> list[Finding]:
     """The variables of this library that are set and change what happens, and whether what they name exists.
 
     Args:
         on: torch's device type here, where a forced backend must run.
         has_torch: without torch no backend is registered, so that none can be looked up.
-        has_vllm: what is on in vLLM differs.
+        engines: those that are here, in which other fusions are on.
     """
     from .fusion import FUSIONS, FusionConfig
     from .fusion.backends import ENVIRONMENT as BACKEND
     from .fusion.config import ENVIRONMENT as WANTED
     from .fusion.config import SHADOW, FusionConfigError, shadow_calls
+    from .fusion.engine import SPELT
     from .fusion.sites import OWN_PLACE
 
     findings = []
@@ -329,8 +331,8 @@ def environment(*, on: str, has_torch: bool, has_vllm: bool) -> list[Finding]:
                 e for e in FUSIONS.values() if not FusionConfig().why_off(e) and not {*OWN_PLACE}.intersection(e.roles)
             ]
             off = ", ".join(fusion.name for fusion in default if config.why_off(fusion)) or "nothing"
-            if has_vllm:
-                off = f"{off} in fusion.compile; {_off_in_vllm(config) or 'nothing'} in vLLM"
+            there = [f"; {_off_in(name, config) or 'nothing'} in {SPELT[name]}" for name in engines]
+            off = "".join([off, " in fusion.compile" if there else "", *there])
             findings.append(Finding(name=WANTED, state="found", detail=f"{wanted}, turns off: {off}"))
         except FusionConfigError as error:
             findings.append(Finding(name=WANTED, state="broken", detail=str(error)))
@@ -352,25 +354,25 @@ def environment(*, on: str, has_torch: bool, has_vllm: bool) -> list[Finding]:
     return findings
 
 
-def _off_in_vllm(config: FusionConfig) -> str:
-    """What is on in vLLM by default on some GPU, and is not with these switches."""
-    from .engines.vllm.defaults import on_by_default
-    from .engines.vllm.few_tokens import beside
+def _off_in(name: str, config: FusionConfig) -> str:
+    """What is on in an engine by default on some GPU, and is not with these switches."""
+    from .engines.defaults import beside, on_by_default
     from .fusion import FUSIONS, Engine
     from .fusion.policy import shipped
 
-    engine, off, kept = Engine(name="vllm"), set(), dict[str, list[str]]()
-    for name, archs in on_by_default().items():
-        faster = next(each for each in shipped().of(name, "vllm") if each.faster)
-        if config.why_off(FUSIONS[name], engine, faster) is not None:
-            off.add(name)
+    engine, off, kept, on = Engine(name=name), set(), dict[str, list[str]](), on_by_default(name)
+    for each, archs in on.items():
+        faster = next(row for row in shipped().of(each, name) if row.faster)
+        if config.why_off(FUSIONS[each], engine, faster) is not None:
+            off.add(each)
         else:
             for arch in archs:
-                kept.setdefault(arch, []).append(name)
-    for arch in {arch for archs in on_by_default().values() for arch in archs}:
-        for name in beside(on_by_default(arch), arch):
-            if not beside(kept.get(arch, ()), arch) or config.why_off(FUSIONS[name], engine, companion=True):
-                off.add(name)
+                kept.setdefault(arch, []).append(each)
+    for arch in {arch for archs in on.values() for arch in archs}:
+        for each in beside(name, on_by_default(name, arch), arch):
+            with_it = beside(name, kept.get(arch, ()), arch) and FUSIONS[each].goes_with not in off
+            if not with_it or config.why_off(FUSIONS[each], engine, companion=True):
+                off.add(each)
     return ", ".join(sorted(off))
 
 

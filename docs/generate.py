@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -14,11 +15,14 @@ from layerfuse import registry
 from layerfuse.adapters import specs
 from layerfuse.bench import against
 from layerfuse.bench.result import Result
+from layerfuse.engines.defaults import beside, on_by_default
 from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.backends.aiter import BINDINGS, ReleaseRange, calls
 from layerfuse.fusion.backends.aiter.matching import Function
 from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS
 from layerfuse.fusion.backends.aiter.table import BY_NAME
+from layerfuse.fusion.catalog.few_token_linear import TIMED
+from layerfuse.fusion.engine import SPELT
 from layerfuse.fusion.policy import shipped
 from layerfuse.registry.schema import docs_of
 
@@ -161,22 +165,22 @@ def fusion_table() -> Iterator[str]:
             yield f"| `{name}` | {fusion.level} | {roles} | {doc} | {forms or '-'} |"
 
 
-def vllm_table() -> Iterator[str]:
-    """What is on in vLLM by default and what is not, with the measurements."""
-    yield "| fusion | on by default in vLLM | measured |\n|---|---|---|"
-    others = []
+def defaults_table(engine: str) -> Iterator[str]:
+    """What is on in an engine by default and what is not, with the measurements."""
+    yield f"| fusion | on by default in {SPELT[engine]} | measured |\n|---|---|---|"
+    others, along = [], beside(engine, on_by_default(engine, TIMED), TIMED)
     for name in sorted(FUSIONS):
-        measured = [*shipped().of(name, "vllm")]
+        measured = [*shipped().of(name, engine)]
         for each in measured:
             yield f"| `{name}` | {f'yes: {each.where}' if each.faster else 'no'} | {each.figure} |"
         goes_with = FUSIONS[name].goes_with
-        if goes_with is not None and not measured:
+        if not measured and name in along:
             others_on = f"`{goes_with}` is" if goes_with in FUSIONS else "fusions that quantise in the same way are"
             yield f"| `{name}` | yes: where {others_on} on | with these ([few tokens](#few-tokens)) |"
         elif not measured:
             others.append(name)
     if others:
-        yield f"| the other {len(others)} | no | not measured in vLLM |"
+        yield f"| the other {len(others)} | no | not measured in {SPELT[engine]} |"
 
 
 REDUCED = ("2", "2880"), ("2", "7168"), ("4", "2880"), ("4", "7168")
@@ -219,7 +223,8 @@ PAGES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "engines.md": ("classes", class_table),
     "aiter.md": ("aiter", aiter_tables),
     "fusions.md": ("fusions", fusion_table),
-    "vllm-measured.md": ("defaults", vllm_table),
+    "vllm-measured.md": ("defaults", partial(defaults_table, "vllm")),
+    "sglang.md": ("defaults", partial(defaults_table, "sglang")),
     "all-reduce.md": ("times", all_reduce_table),
 }
 

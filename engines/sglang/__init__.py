@@ -1,7 +1,7 @@
 """layerfuse inside SGLang: the entry point of `sglang.srt.plugins`.
 
-SGLang calls `register` in every process, before it loads a model. Nothing is on by default: where `LAYERFUSE_FUSIONS` asks for nothing,
-nothing is imported and nothing of SGLang's is touched.
+SGLang calls `register` in every process, before it loads a model. Where `LAYERFUSE_FUSIONS` says `none`, nothing is imported and nothing
+of SGLang's is touched.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ ASKED = "LAYERFUSE_FUSIONS"
 
 
 def register() -> None:
-    """Stand at SGLang's hook, where fusions are asked for. Calling it again changes nothing; it never raises."""
-    if os.environ.get(ASKED, "").strip() in ("", "none"):
+    """Stand at SGLang's hook, unless fusions are switched off. Calling it again changes nothing; it never raises."""
+    if os.environ.get(ASKED, "").strip() == "none":
         return
     from . import plugin
 

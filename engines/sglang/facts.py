@@ -65,7 +65,7 @@ ADDS_ITSELF = frozenset({"GraniteMoeHybridForCausalLM", "MiniCPM3ForCausalLM", "
 
 
 def engine_of(architectures: Sequence[str] = ()) -> Engine:
-    """What a plan needs to know of SGLang. Nothing was measured there: a fusion stands where it is asked for by name.
+    """What a plan needs to know of SGLang.
 
     Args:
         architectures: of the model, as its config.json says them, or the class that SGLang has loaded.

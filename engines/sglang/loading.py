@@ -29,7 +29,7 @@ def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
     """
     model, config, engine = runner.model, options.config(), _engine(runner)
     # A draft's layers, or those of another stage of a pipeline, may hold what these do not.
-    stops = config.strict and not runner.is_draft_worker and runner.server_args.pp_size == 1
+    stops = config.strict and options.asks and not runner.is_draft_worker and runner.server_args.pp_size == 1
     if "*" in engine.refuses:
         nothing(model, engine.refuses["*"], stops)
         return None
@@ -61,7 +61,7 @@ def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
     tell_unfound(model, without, stops)
     if not compiled.active:
         if not (without and options.names_alone):
-            nothing(model, "no site of it has a fusion that is asked for", stops)
+            nothing(model, "no site of it has a fusion that is on", stops)
         return None
     return compiled
 

@@ -5,6 +5,7 @@ Nothing but `strict` and options that do not exist stops an engine.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -16,12 +17,18 @@ from ..hooks import HookError, check, wrapped_by
 from ..host import enter
 from ..imports import when_imported
 from ..options import Options, OptionsError, check_backend
-from ..process import leave_alone, say_if_untested, troubled
+from ..process import leave_alone, once, say_if_untested, troubled
 from .hooks import LOADED
 from .host import SGLANG
 
 STRICT = "LAYERFUSE_STRICT"
 REPORT = "LAYERFUSE_REPORT"
+
+
+NOTHING_ON = (
+    "no fusion is on in SGLang by default here; `layerfuse plan MODEL --engine sglang` says which there are, and "
+    "LAYERFUSE_FUSIONS=add_rms_norm takes one"
+)
 
 
 class NotHereError(LayerfuseError, RuntimeError):
@@ -81,7 +88,7 @@ def options_here() -> Options:
 
 
 def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """When a model is loaded, of an engine or of its draft: plan, put in what was asked for, and report after the first run."""
+    """When a model is loaded, of an engine or of its draft: plan, put in what is on, and report after the first run."""
     options = options_here()
     result = original(*args, **kwargs)
     runner = args[0]
@@ -90,7 +97,12 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             raise NotHereError(f"layerfuse is strict, and leaves SGLang {SGLANG.version()} alone: {process.this.off}")
         return result
     try:
+        if options.says_nothing and _nothing_on(runner):
+            once(logging.INFO, "layerfuse: %s", NOTHING_ON)
+            return result
         say_if_untested()
+        if options.says_nothing:
+            _say_where_defaults_come_from(runner)
         from ..standing import at_first_call
         from . import products
         from .loading import compiled_module_of
@@ -105,6 +117,34 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             raise
         troubled("planning", error)
     return result
+
+
+def _arch_of(runner: Any) -> str:
+    from ...fusion.target import Target
+
+    return Target.detect().arch if next(runner.model.parameters()).is_cuda else "cpu"
+
+
+def _nothing_on(runner: Any) -> bool:
+    """Whether nothing is on by default that could find a site: so that what plans is not even imported."""
+    from ...registry.entry_points import entry_points
+
+    if entry_points("layerfuse.fusions"):
+        return False
+    from ..defaults import may_find_a_site
+
+    quantised = runner.model_config.quantization is not None
+    return not may_find_a_site("sglang", _arch_of(runner), ranks=runner.server_args.tp_size, quantised=quantised)
+
+
+def _say_where_defaults_come_from(runner: Any) -> None:
+    import torch
+
+    from ..defaults import measured_elsewhere
+
+    said = measured_elsewhere("sglang", _arch_of(runner), torch.cuda.get_device_name(), SGLANG.version())
+    if said is not None:
+        once(logging.INFO, "layerfuse: %s", said)
 
 
 def _finish(compiled: Any) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from ...fusion.catalog import FUSIONS
-from ...fusion.catalog.few_token_linear import TIMED
 from ...fusion.planning import Plan
 
 
@@ -19,13 +16,3 @@ def looks_inside(plan: Plan) -> bool:
         and (each.site in of_linears or FUSIONS[each.fusion].format is not None)
         for each in plan.expected()
     )
-
-
-def beside(names: Collection[str], arch: str) -> tuple[str, ...]:
-    """What is on by default on a GPU where these fusions are: products go with what quantises for them, and some with those."""
-    on = {*names, *(form.word for name in names if name in FUSIONS and (form := FUSIONS[name].format) is not None)}
-    found: dict[str, None] = {}
-    for fusion in FUSIONS.values() if arch == TIMED else ():
-        if fusion.goes_with in (on | found.keys()):
-            found[fusion.name] = None
-    return tuple(found)

@@ -10,11 +10,10 @@ from typing import Literal
 
 from ...fusion.backends import BackendError
 from ...fusion.config import FusionConfigError
+from ..defaults import in_words
 from ..hooks import check_source
 from ..options import BACKEND, Options, check_backend
 from .decode_facts import CLASS, NAME, SEAM
-from .defaults import on_by_default
-from .few_tokens import beside
 from .hooks import HOOKS
 from .host import VLLM
 from .seams import SEAMS
@@ -63,12 +62,6 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "layerfuse" not in allowed.split(","):
         return "absent", f"VLLM_PLUGINS={allowed} keeps vLLM from loading it"
-    archs = sorted({arch for several in on_by_default().values() for arch in several})
-    on = "; ".join(
-        f"on by default on {arch}, where `layerfuse plan` says so: {', '.join(sorted({*names, *beside(names, arch)}))}"
-        for arch in archs
-        if (names := on_by_default(arch))
-    )
     asked = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
     wrong = f"vLLM {version} would not start with"
     try:  # the doctor says more of the variables themselves
@@ -79,6 +72,6 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
         return "broken", f"{wrong} LAYERFUSE_FUSIONS={asked}, which names no fusion (below)"
     except BackendError:
         return "broken", f"{wrong} {BACKEND}={os.environ[BACKEND]}, which no op has (below)"
-    would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else on or "no fusion is on by default"
+    would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else in_words("vllm") or "no fusion is on by default"
     needed = sum(hook.needed for hook in HOOKS)
     return "found", f"vLLM {version} is {known}; {needed} of {needed} hooks found; {would}"

@@ -200,9 +200,10 @@ def _set_apart(compiled: CompiledModule, options: Options) -> None:
 def _say_where_defaults_come_from() -> None:
     from vllm.platforms import current_platform
 
-    from .defaults import arch_here, measured_elsewhere
+    from ..defaults import measured_elsewhere
+    from .defaults import arch_here
 
-    said = measured_elsewhere(arch_here(), current_platform.get_device_name(), VLLM.version())
+    said = measured_elsewhere("vllm", arch_here(), current_platform.get_device_name(), VLLM.version())
     if said is not None:
         once(logging.INFO, "layerfuse: %s", said)
 

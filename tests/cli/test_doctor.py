@@ -1,10 +1,12 @@
 import json
 import sys
 
+import attrs
 import pytest
 
 from layerfuse import doctor
-from layerfuse.fusion import FUSIONS
+from layerfuse.engines import defaults
+from layerfuse.fusion import FUSIONS, policy
 from layerfuse.fusion.backends import aiter as amd
 
 
@@ -161,7 +163,7 @@ SOURCES = {
             "",
             "found",
             "vLLM 0.33.0 is tested; 5 of 5 hooks found; on by default on sm90, where `layerfuse plan` says so: add_rms_norm_group_quant, "
-            "add_rms_norm_per_token_quant, all_reduce_add_rms_norm, all_reduce_add_rms_norm_group_quant, few_token_linear_group_quant, ",
+            "add_rms_norm_per_token_quant, all_reduce_add_rms_norm, all_reduce_add_rms_norm_group_quant, few_token_experts_group_quant, few_token_linear_group_quant, ",
         ),
         (
             "0.34.1",
@@ -282,23 +284,37 @@ def test_what_the_environment_forces_is_shown(run_python):
 
 
 @pytest.mark.parametrize(
-    ("fusions", "compiled", "off"),
+    ("fusions", "compiled", "off", "there"),
     [
-        ("-add_rms_norm", "add_rms_norm", "nothing"),  # which is off in vLLM by default
-        ("-add_rms_norm_group_quant", "nothing", "add_rms_norm_group_quant"),
-        ("-few_token_linear_group_quant", "nothing", "few_token_linear_group_quant"),
-        ("+few_token_linear", "nothing", "nothing"),
+        ("-add_rms_norm", "add_rms_norm", "nothing", "nothing"),  # which is off in vLLM by default
+        ("-add_rms_norm_group_quant", "nothing", "add_rms_norm_group_quant", "add_rms_norm_group_quant"),
+        ("-few_token_experts_group_quant", "nothing", "few_token_experts_group_quant", "nothing"),  # no place in SGLang
+        (
+            "-few_token_linear_group_quant",
+            "nothing",
+            "few_token_experts_group_quant, few_token_linear_group_quant",
+            "few_token_linear_group_quant",
+        ),
+        ("+few_token_linear", "nothing", "nothing", "nothing"),
     ],
 )
-def test_what_is_really_switched_off_is_said_of_each_place(monkeypatch, fusions, compiled, off):
+def test_what_is_really_switched_off_is_said_of_each_place(monkeypatch, fusions, compiled, off, there):
     monkeypatch.setenv("LAYERFUSE_FUSIONS", fusions)
-    (found,) = doctor.environment(on="cpu", has_torch=True, has_vllm=True)
+    (found,) = doctor.environment(on="cpu", has_torch=True, engines=["vllm"])
     assert found.detail == f"{fusions}, turns off: {compiled} in fusion.compile; {off} in vLLM"
+    (alone,) = doctor.environment(on="cpu", has_torch=True)
+    assert alone.detail == f"{fusions}, turns off: {compiled}"
+    of_vllm = [each for each in policy.shipped().measurement if each.engine == "vllm"]
+    same = policy.Policy(measurement=tuple(attrs.evolve(each, engine="sglang") for each in of_vllm))
+    for module in (policy, defaults):
+        monkeypatch.setattr(module, "shipped", lambda: same)
+    (found,) = doctor.environment(on="cpu", has_torch=True, engines=["vllm", "sglang"])
+    assert found.detail == f"{fusions}, turns off: {compiled} in fusion.compile; nothing in vLLM; {there} in SGLang"
 
 
 def test_linears_in_blocks_go_with_the_last_fusion_that_quantises_for_them(monkeypatch):
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "none")
-    (found,) = doctor.environment(on="cpu", has_torch=True, has_vllm=True)
+    (found,) = doctor.environment(on="cpu", has_torch=True, engines=["vllm"])
     there = found.detail.partition("; ")[2]
     assert "few_token_linear_group_quant, " in there and "few_token_linear_row_quant" not in there
 

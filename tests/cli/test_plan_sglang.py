@@ -8,6 +8,7 @@ from test_doctor import packages  # noqa: F401 (a fixture)
 
 from layerfuse import doctor
 from layerfuse.cli.models import find_model
+from layerfuse.engines.defaults import in_words
 from layerfuse.engines.sglang.facts import SEAMS as RECORDED
 from layerfuse.engines.sglang.facts import engine_of
 from layerfuse.engines.sglang.seams import SEAMS
@@ -96,7 +97,7 @@ def test_plans_know_the_places_that_there_are():
 @pytest.mark.parametrize(
     ("version", "runner", "state", "detail"),
     [
-        ("0.5.23", RUNNER, "found", "SGLang 0.5.23 is tested; no fusion is on by default"),
+        ("0.5.23", RUNNER, "found", f"SGLang 0.5.23 is tested; {in_words('sglang') or 'no fusion is on by default'}"),
         ("0.6.0", RUNNER, "found", "SGLang 0.6.0 is not tested (0.5.23 is), and has what is expected"),
         ("0.6.0", RUNNER.replace("self", "self, config"), "broken", "would be left alone (tested with 0.5.23): "),
     ],

@@ -6,6 +6,7 @@ Run by `make test-engines` in an environment of its own. A whole engine is in `t
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ from layerfuse.engines.sglang.seams import SEAMS
 from layerfuse.engines.standing import Standing, at_first_call
 from layerfuse.fusion.backends import counting
 from layerfuse.fusion.config import FusionConfigError
+from layerfuse.fusion.policy import Measurement, Policy
 
 ADD = "add_rms_norm"
 FIRST, SECOND = "model.layers.1.input_layernorm", "model.layers.0.post_attention_layernorm"
@@ -77,13 +79,17 @@ def runner_of(model: nn.Module, **arguments: Any) -> Any:
     """What is asked of SGLang's `ModelRunner`."""
     given = {
         "pp_size": 1,
+        "tp_size": 1,
         "enable_torch_compile": False,
         "enable_deterministic_inference": False,
         "enable_lora": None,
         "lora_paths": None,
         **arguments,
     }
-    return SimpleNamespace(model=model, is_draft_worker=False, server_args=SimpleNamespace(**given))
+    config = SimpleNamespace(quantization=None)
+    return SimpleNamespace(
+        model=model, is_draft_worker=False, server_args=SimpleNamespace(**given), model_config=config
+    )
 
 
 def standing_in(model: nn.Module) -> Standing:
@@ -348,6 +354,100 @@ def test_a_fusion_that_has_no_place_is_named(log: pytest.LogCaptureFixture, monk
     monkeypatch.setenv("LAYERFUSE_STRICT", "true")
     with pytest.raises(NotFusedError, match="silu_mul_group_quant is asked for, and has no site"):
         compiled_module_of(runner_of(model), plugin.options_here())
+
+
+# ---- what is on by default
+
+
+def measured(*fusions: str, **said: Any) -> Measurement:
+    row = {
+        "release": "0.5.23",
+        "device": "a GPU",
+        "arch": "cpu",
+        "model": "a model",
+        "decode": {"8": (1.06, 1.05, 1.07)},
+        **said,
+    }
+    given = {"date": datetime.date(2026, 1, 1), "commit": "", "file": "", "stage": "", "arm": "", "compiled": False}
+    return Measurement(fusions=fusions, engine="sglang", **row, **given)
+
+
+@pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Takes rows for those of the library; nothing is asked for."""
+    monkeypatch.delenv("LAYERFUSE_FUSIONS")
+
+    def take(*rows: Measurement) -> None:
+        for place in ("engines.defaults", "fusion.config", "fusion.planning"):
+            monkeypatch.setattr(f"layerfuse.{place}.shipped", lambda: Policy(measurement=rows))
+
+    return take
+
+
+def loaded(quantization: str | None = None, **arguments: Any) -> nn.Module:
+    """A model as it is after layerfuse's hook."""
+    runner = runner_of(llama(), **arguments)
+    runner.model_config.quantization = quantization
+    plugin._at_load(lambda runner: None, runner)
+    return runner.model
+
+
+def test_what_was_measured_faster_is_on_without_a_word(policy: Any, log: pytest.LogCaptureFixture) -> None:
+    policy(measured(ADD))
+    with mock.patch("torch.cuda.get_device_name", return_value="a GPU"):
+        model = loaded()
+    assert [called(model.get_submodule(path), *rows())[1] for path in (FIRST, SECOND)] == [1, 1]
+    assert said(log) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "quantization"),
+    [
+        (measured(ADD, decode={"8": (1.06, 0.99, 1.07)}), None),
+        (measured(ADD, but="it costs something else"), None),
+        (measured(ADD, arch="sm90"), None),
+        (measured(ADD, ranks=2), None),
+        (measured(f"{ADD}_group_quant"), None),
+        (measured(f"{ADD}_group_quant", arch="sm90"), "fp8"),
+    ],
+    ids=["slower in a cell", "costs", "another GPU", "more ranks", "not quantised", "another GPU, quantised"],
+)
+def test_where_no_measurement_holds_nothing_is_on_and_one_line_says_so(
+    row: Measurement, quantization: str | None, policy: Any, log: pytest.LogCaptureFixture
+) -> None:
+    policy(row)
+    with mock.patch("layerfuse.engines.sglang.loading.compiled_module_of", side_effect=AssertionError("it planned")):
+        model = loaded(quantization)
+    assert called(model.get_submodule(FIRST), *rows())[1] == 0
+    (line,) = said(log)
+    assert line == f"layerfuse: {plugin.NOTHING_ON}"
+
+
+def test_where_it_was_measured_is_said_where_that_was_elsewhere(policy: Any, log: pytest.LogCaptureFixture) -> None:
+    policy(measured(ADD))
+    with mock.patch("torch.cuda.get_device_name", return_value="another GPU"):
+        loaded()
+    assert said(log) == [
+        "layerfuse: what is on by default here is what was measured faster with SGLang 0.5.23 on a GPU; SGLang "
+        f"{SGLANG.version()} on another GPU was not measured"
+    ]
+
+
+def test_a_default_that_has_no_site_stops_no_strict_engine(
+    policy: Any, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
+    policy(measured("mla_dual_rms_norm"))
+    with mock.patch("torch.cuda.get_device_name", return_value="a GPU"):
+        loaded()
+    assert said(log) == ["layerfuse: nothing is fused in LlamaForCausalLM: no site of it has a fusion that is on"]
+
+
+def test_switched_off_nothing_is_on_whatever_was_measured(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy(measured(ADD))
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"-{ADD}")
+    with mock.patch("torch.cuda.get_device_name", return_value="a GPU"):
+        assert called(loaded().get_submodule(FIRST), *rows())[1] == 0
 
 
 # ---- the hook

@@ -517,7 +517,7 @@ def test_a_policy_that_changes_between_two_starts_is_followed_by_the_next(
     given = {"dtype": "bfloat16", "overrides": {**TWO_LAYERS["deepseek-v3"], **BLOCK_FP8}}
     for policy, products in ((every, 1), (fewer, 0), (every, 1)):
         caplog.clear()
-        places = ("engines.vllm.defaults", "fusion.config", "fusion.planning")
+        places = ("engines.defaults", "fusion.config", "fusion.planning")
         with contextlib.ExitStack() as stack:
             for place in places:
                 stack.enter_context(mock.patch(f"layerfuse.{place}.shipped", lambda policy=policy: policy))

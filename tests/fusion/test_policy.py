@@ -15,6 +15,7 @@ from helpers import ROOT
 
 from layerfuse.adapters import ActivationQuant
 from layerfuse.adapters.errors import ArgumentError
+from layerfuse.engines import defaults
 from layerfuse.engines.vllm.releases import engine_of
 from layerfuse.fusion import FUSIONS, Engine, FusionConfig, Plan, Target, plan
 from layerfuse.fusion.catalog import UnknownFusionError
@@ -282,8 +283,9 @@ def test_the_table_of_the_docs_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     measured = Policy(measurement=(row(GROUP, ranks=2, quant="group"),))
-    monkeypatch.setattr(generate, "shipped", lambda: measured)
+    for module in (generate, defaults):
+        monkeypatch.setattr(module, "shipped", lambda: measured)
     said = "yes: sm90, where activations are quantised group, from 2 ranks on"
     assert f"| `{GROUP}` | {said} | {FIGURE[: -len(', a GPU)')]}, TP 2, a GPU) |".replace(
         "vLLM 0.1, TP 2", "TP 2, vLLM 0.1"
-    ) in list(generate.vllm_table())
+    ) in list(generate.defaults_table("vllm"))

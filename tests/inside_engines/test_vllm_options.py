@@ -11,8 +11,8 @@ import attrs
 import pytest
 from helpers import ROOT, run_python
 
+from layerfuse.engines import defaults
 from layerfuse.engines.options import Options, OptionsError, options_in
-from layerfuse.engines.vllm import defaults
 from layerfuse.engines.vllm.plugin import _nothing_on
 from layerfuse.fusion import FusionConfig, FusionConfigError
 from layerfuse.fusion.backends import BackendError
@@ -30,13 +30,13 @@ def config(given: Any) -> FusionConfig:
 
 
 def test_a_measurement_that_is_entered_turns_planning_on_where_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, already = shipped().measurement[0], defaults.on_by_default()
+    first, already = shipped().measurement[0], defaults.on_by_default("vllm")
     more = attrs.evolve(first, fusions=("add_rms_norm_static_quant",), arch="sm100", ranks=2)
     none = attrs.evolve(more, arch="gfx950", decode={"1": (1.0, 0.9, 1.1)})
     entered = Policy(measurement=(*shipped().measurement, more, none))
     monkeypatch.setattr(defaults, "shipped", lambda: entered)
-    assert defaults.on_by_default() == {**already, "add_rms_norm_static_quant": ("sm100",)}
-    assert "add_rms_norm_static_quant" not in defaults.on_by_default("gfx950")
+    assert defaults.on_by_default("vllm") == {**already, "add_rms_norm_static_quant": ("sm100",)}
+    assert "add_rms_norm_static_quant" not in defaults.on_by_default("vllm", "gfx950")
     given = vllm_config(quantised=True, ranks=2)
     for arch, nothing in (("sm100", False), ("gfx950", True)):
         monkeypatch.setattr("layerfuse.engines.vllm.defaults.arch_here", lambda arch=arch: arch)
@@ -45,12 +45,12 @@ def test_a_measurement_that_is_entered_turns_planning_on_where_it_holds(monkeypa
 
 
 def test_a_gpu_or_a_release_that_no_measurement_names_is_said() -> None:
-    assert defaults.measured_elsewhere("sm90", "NVIDIA H200", "0.26.0") is None
-    assert defaults.measured_elsewhere("sm90", "NVIDIA H100 80GB HBM3", "0.33.0") is None
-    assert defaults.measured_elsewhere("gfx950", "AMD Instinct MI355X", "0.26.0") is None  # nothing is on there
-    assert defaults.measured_elsewhere("sm90", "NVIDIA H200", "0.33.0") is None
+    assert defaults.measured_elsewhere("vllm", "sm90", "NVIDIA H200", "0.26.0") is None
+    assert defaults.measured_elsewhere("vllm", "sm90", "NVIDIA H100 80GB HBM3", "0.33.0") is None
+    assert defaults.measured_elsewhere("vllm", "gfx950", "AMD Instinct MI355X", "0.26.0") is None  # nothing is on there
+    assert defaults.measured_elsewhere("vllm", "sm90", "NVIDIA H200", "0.33.0") is None
     for device, release in (("NVIDIA H100 80GB HBM3", "0.26.0"), ("NVIDIA H800", "0.33.0")):
-        said = defaults.measured_elsewhere("sm90", device, release)
+        said = defaults.measured_elsewhere("vllm", "sm90", device, release)
         assert said == (
             "what is on by default here is what was measured faster with vLLM 0.33.0 on NVIDIA H100 80GB HBM3 and vLLM 0.33.0 on NVIDIA H200 and "
             "vLLM 0.26.0 on NVIDIA H200; "

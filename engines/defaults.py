@@ -1,0 +1,99 @@
+"""Which fusions are on in an engine by default, and whether one of them can find a site: from the measurements, without the catalog.
+
+To import the catalog takes longer than a start-up with nothing to do may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..fusion.engine import SPELT
+from ..fusion.policy import Measurement, shipped
+
+
+def on_by_default(engine: str, arch: str | None = None) -> dict[str, tuple[str, ...]]:
+    """Fusion -> the architectures that it is on by default on in an engine, perhaps under further conditions.
+
+    Args:
+        engine: one of `fusion.engine.NAMES`.
+        arch: as `Target.arch`; only what is on there. None: everywhere.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for each in _faster(engine):
+        if arch in (None, each.arch):
+            for name in each.fusions:
+                found.setdefault(name, {})[each.arch] = None
+    return {name: tuple(archs) for name, archs in sorted(found.items())}
+
+
+def in_words(engine: str) -> str:
+    """What is on by default in an engine, architecture by architecture, as a sentence; empty: nothing is."""
+    archs = sorted({arch for several in on_by_default(engine).values() for arch in several})
+    return "; ".join(
+        f"on by default on {arch}, where `layerfuse plan` says so: {', '.join(sorted({*names, *beside(engine, names, arch)}))}"
+        for arch in archs
+        if (names := on_by_default(engine, arch))
+    )
+
+
+def beside(engine: str, names: Collection[str], arch: str) -> tuple[str, ...]:
+    """What is on by default on a GPU where these fusions are: products go with what quantises for them, and some with those."""
+    from ..fusion.catalog import FUSIONS
+    from ..fusion.catalog.few_token_linear import TIMED
+    from .sglang import facts
+
+    nowhere = facts.engine_of().refuses if engine == "sglang" else {}
+    rest = {name: each for name, each in FUSIONS.items() if arch == TIMED and name not in nowhere}
+    on = {*names, *(form.word for name in names if name in FUSIONS and (form := FUSIONS[name].format) is not None)}
+    found: list[str] = []
+    while more := [name for name, each in rest.items() if each.goes_with in on and name not in found]:
+        found += more
+        on.update(more)
+    return tuple(found)
+
+
+def may_find_a_site(
+    engine: str, arch: str, *, ranks: int, quantised: bool = True, state: bool = True, latents: bool = True
+) -> bool:
+    """Whether anything that is on by default can find a site in a model, by what its config says.
+
+    A fused quantisation wants a model that is quantised, an all-reduce its ranks, a gated norm stands behind a layer that has a state of
+    its own, and MLA's chains in MLA layers. What a config does not say counts as there.
+
+    Args:
+        engine: as for `on_by_default`.
+        arch: as `Target.arch`.
+        ranks: the tensor-parallel size.
+        quantised: whether the model is.
+        state: whether it has layers with a state of their own.
+        latents: whether it has MLA layers.
+    """
+    return any(
+        (quantised or not name.endswith("_quant"))
+        and (state or not name.startswith("gated_"))
+        and (latents or not name.startswith("mla_"))
+        for each in _faster(engine)
+        if each.arch == arch and each.ranks <= ranks
+        for name in each.fusions
+    )
+
+
+def measured_elsewhere(engine: str, arch: str, device: str, release: str) -> str | None:
+    """Where what is on by default was measured, as a sentence, if not on such a GPU with such a release; None where it was, or nothing is on.
+
+    Args:
+        engine: as for `on_by_default`.
+        arch: as `Target.arch`.
+        device: as the driver names it.
+        release: of the engine.
+    """
+    there = {(each.release, each.device): None for each in _faster(engine) if each.arch == arch}
+    if not there or (release.partition("+")[0], device) in there:
+        return None
+    spelt = SPELT[engine]
+    where = " and ".join(f"{spelt} {known} on {gpu}" for known, gpu in there)
+    return f"what is on by default here is what was measured faster with {where}; {spelt} {release} on {device} was not measured"
+
+
+def _faster(engine: str) -> list[Measurement]:
+    return [each for each in shipped().measurement if each.engine == engine and each.faster]
