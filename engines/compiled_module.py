@@ -90,7 +90,7 @@ class CompiledModule:
     "Finds `unfound`, by the plans of all of the model's modules as they are then."
     at_modules: str | None = None
     "Why the engine does not compile the model, where the fused ops stand in its modules; None: it compiles it."
-    seams: dict[str, Placement] = field(factory=dict)
+    placements: dict[str, Placement] = field(factory=dict)
     "What stands at seams that no graph shows: by the fusion, or where there are several by what holds them."
     untouched: range = range(0)
     "Numbers of tokens in whose steps the engine's own graph runs, and nothing of layerfuse's is to be called."
@@ -137,7 +137,7 @@ class CompiledModule:
 
     def look_again(self) -> bool:
         """Before the first call: where something at seams stands aside from now on, plan anew what it would have taken. Whether it does."""
-        aside = [each for each in self.seams.values() if each.look_again()]
+        aside = [each for each in self.placements.values() if each.look_again()]
         if aside:
             before = self.unfound
             self.plan = plan(self.plan.specs, self.plan.target, self.plan.config, self.engine)
@@ -154,7 +154,7 @@ class CompiledModule:
     @property
     def stands(self) -> bool:
         """Whether anything of layerfuse's is to stand in the module."""
-        return self.active or any(each.key for each in self.seams.values())
+        return self.active or any(each.key for each in self.placements.values())
 
     @property
     def run(self) -> str:
@@ -283,7 +283,7 @@ class CompiledModule:
     @property
     def parts(self) -> tuple[Piece, ...]:
         """Its pieces, and what stands at seams as one more, for any number of tokens."""
-        number, placements = len(self.pieces), self.seams.values()
+        number, placements = len(self.pieces), self.placements.values()
         uses = tuple(use for each in placements for use in each.uses(self.run))
         strange = tuple(norm for each in placements for norm in each.strange)
         record = GraphRecord(graph=number, uses=uses, strange=strange)

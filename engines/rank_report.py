@@ -167,7 +167,7 @@ def _notes(compiled: CompiledModule) -> Iterable[str]:
         yield f"{max(others.values())} linears that no spec lists are layerfuse's for few tokens too"
     if compiled.untouched:
         yield f"in steps of {compiled.untouched[0]} to {compiled.untouched[-1]} tokens {here().name}'s own graph runs"
-    for each in compiled.seams.values():
+    for each in compiled.placements.values():
         yield from each.notes(compiled.run)
     yield from (f"not read, as no text runs it: {of_a_class}" for of_a_class in of_each_class(compiled.unread))
     if compiled.outside:

@@ -161,7 +161,7 @@ def _together(compiled: CompiledModule) -> tuple[int, tuple[RankReport, ...]]:
     except Exception as error:  # the others wait for an answer
         problem = f"no report: {type(error).__name__}: {error}"
         own = RankReport(rank=rank, fused={}, missed={}, called=None, problems=(problem,))
-    if size == 1 or not (compiled.active or compiled.seams) or dist.get_backend(group) != "gloo":
+    if size == 1 or not (compiled.active or compiled.placements) or dist.get_backend(group) != "gloo":
         return rank, (own,)
     reports: list[Any] = [None] * size
     try:

@@ -237,7 +237,7 @@ class Standing(Placement):
 
     def watch(self) -> None:
         """Look before each later call whether what an op stands in is there."""
-        for each in self.compiled.seams.values():
+        for each in self.compiled.placements.values():
             self.inside.update(each.modules())
         if self.inside:
             self._hold()
@@ -439,11 +439,11 @@ def counted(compiled: CompiledModule) -> Iterator[None]:
     """Count the fused ops that this thread calls while this lasts, and what is called at seams."""
     from ..fusion.backends import listening
 
-    before = {name: each.calls() for name, each in compiled.seams.items()}
+    before = {name: each.calls() for name, each in compiled.placements.items()}
     calls: Counter[str] = Counter()
     with looking(), listening(lambda op, _: calls.update((op,) * is_looked_at())):
         yield
-    for name, each in compiled.seams.items():
+    for name, each in compiled.placements.items():
         each.ran = {site: so_far - before[name][site] for site, so_far in each.calls().items()}
         calls = each.told(calls)
     compiled.counted = calls
@@ -465,7 +465,7 @@ def at_first_call(
         before: called with `compiled` before that call; it may plan anew.
         done: called with `compiled` when the record of that call is in it.
     """
-    standing = compiled.seams["modules"] = Standing(compiled=compiled, model=model, seams=seams)
+    standing = compiled.placements["modules"] = Standing(compiled=compiled, model=model, seams=seams)
     standing.put_in()
     own, reported = model.forward, False
 

@@ -20,11 +20,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from layerfuse import registry
 from layerfuse.adapters import (
     LayerfuseError,
+    compiled_facts,
     consumers,
     experts,
     linear_quant_readings,
     linears,
     reader,
+    sharding,
     sources,
     spec_fields,
 )
@@ -92,7 +94,7 @@ def slowly() -> Iterator[None]:
             stack.enter_context(mock.patch.object(place, "find", _find))
         for owner, name, other in (
             (sources.Path, "read", sources.Path._refused),
-            (reader._AtOnce, "of", lambda *_: {}),
+            (compiled_facts.AtOnce, "of", lambda *_: {}),
             (linears, "plain_linear", lambda *_: None),
             (
                 linear_quant_readings,
@@ -109,9 +111,10 @@ def slowly() -> Iterator[None]:
                 lambda holder: all(experts.stored(holder, each) is None for each in experts.HOLDERS),
             ),
             (spec_fields, "_made", spec_fields._made.__wrapped__),
+            (compiled_facts, "Linears", _Linears),
             (reader, "Linears", _Linears),
             (reader.Reading, "mlp_ranks", _mlp_ranks),
-            (reader, "is_whole", lambda _: False),
+            (sharding, "is_whole", lambda _: False),
             (reader, "_reader_of_shared", reader._reader_of_shared.__wrapped__),
         ):
             stack.enter_context(mock.patch.object(owner, name, other))

@@ -108,7 +108,7 @@ def put_in(compiled: CompiledModule, model: nn.Module) -> None:
         if problem is not None:
             left[site.name] = problem
             once(logging.WARNING, LEFT, problem)
-    compiled.seams[BLOCKS] = AtSeams(fusion=BLOCKS, missed=left, counts=ran)
+    compiled.placements[BLOCKS] = AtSeams(fusion=BLOCKS, missed=left, counts=ran)
 
 
 def why_not(arguments: Any) -> str | None:

@@ -260,8 +260,9 @@ def is_layerfuses(weight: Any, weight_scale: Any, x: Any = None) -> bool:
         isinstance(each, Node) and each.op not in ("placeholder", "get_attr") for each in (weight, weight_scale)
     )
     fits = scales_shape(values) == tuple(scales.shape) and scales.dtype == torch.float32 and scales.is_contiguous()
+    held = values.dtype == torch.float8_e4m3fn and values.stride(-1) == 1 and values.numel() < LARGE_BLOCKS
     rows = x is None or (_tensor(x).dtype == torch.bfloat16 and _tensor(x).stride(-1) == 1)
-    return not written and fits and values.stride(-1) == 1 and rows and values.numel() < LARGE_BLOCKS
+    return not written and fits and held and rows
 
 
 def _tensor(each: Any) -> Tensor:

@@ -38,7 +38,7 @@ def key_for(compiled: CompiledModule) -> str:
     if parallel_state.model_parallel_is_initialized():
         dtype = compiled.config.model_config.dtype
         said += kernels_here(compiled.plan, tensor_parallel_group(), dtype, compiled.device)
-    said += [each.key for each in compiled.seams.values()]
+    said += [each.key for each in compiled.placements.values()]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
 

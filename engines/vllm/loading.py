@@ -131,7 +131,7 @@ def compiled_modules_of(
                     report_path=options.report,
                     unknown=unknown_here,
                     at_modules=reason,
-                    seams={} if placed is None else {NAME: placed},
+                    placements={} if placed is None else {NAME: placed},
                     engine=engine,
                 ),
             )
@@ -148,7 +148,7 @@ def compiled_modules_of(
     for _, compiled in compiled_modules:
         if stops and compiled.engine is not None and "*" in compiled.engine.refuses:
             nothing(model, compiled.engine.refuses["*"], stops)
-    if reason is not None and not any(compiled.active or compiled.seams for _, compiled in compiled_modules):
+    if reason is not None and not any(compiled.active or compiled.placements for _, compiled in compiled_modules):
         if not (without and options.names_alone):
             nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)
         return

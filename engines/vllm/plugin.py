@@ -169,7 +169,7 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from .loading import compiled_modules_of
 
         for module, compiled in compiled_modules_of(config, model, options, draft):
-            for each in compiled.seams.values():
+            for each in compiled.placements.values():
                 each.put_in()
             with _quietly("setting apart which steps wait for the host"):
                 _set_apart(compiled, options)
@@ -437,12 +437,12 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _check_that_one_was_read(vars(backend).get("vllm_config"))  # here too: the hook of steps is none that is needed
     if compiled is not None and compiled.active:
         _add_pass(backend, compiled)
-    if compiled is not None and compiled.untouched and any(each.key for each in compiled.seams.values()):
+    if compiled is not None and compiled.untouched and any(each.key for each in compiled.placements.values()):
         with _quietly("adding the pass for steps that wait for the host to vLLM's"):
             from .decode_beyond import OwnBeyond
             from .decode_facts import NAME
 
-            placed: Any = compiled.seams[NAME]
+            placed: Any = compiled.placements[NAME]
             backend.pass_manager.passes.insert(0, OwnBeyond(compiled.untouched, placed.made))
     return result
 

@@ -64,7 +64,7 @@ def _product(
     rows, of_rows, held, _ = every
     (tokens, depth), columns = rows.shape, held.shape[0]
     fits = (
-        rows.dtype == held.dtype == torch.float8_e4m3fn
+        rows.dtype == torch.float8_e4m3fn
         and rows.stride(-1) == 1
         and held.shape[1] == depth
         and of_rows.dtype == torch.float32

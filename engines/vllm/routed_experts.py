@@ -73,7 +73,7 @@ def put_in(compiled: CompiledModule, module: nn.Module) -> None:
         standing[site.name] = found
     if standing:
         counts = {name: each.ran for name, each in standing.items()}
-        compiled.seams[ROUTED] = AtExperts(fusion=ROUTED, counts=counts, standing=standing)
+        compiled.placements[ROUTED] = AtExperts(fusion=ROUTED, counts=counts, standing=standing)
 
 
 def why_not(vllm_config: Any, block: nn.Module) -> str | None:

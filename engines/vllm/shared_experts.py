@@ -74,7 +74,7 @@ def expect_products(compiled: CompiledModule, module: nn.Module) -> dict[str, An
     }
     counts = {name: inside.ran.setdefault(kernel, Counter()) for name, kernel in kernels.items()}
     if counts:
-        compiled.seams[BLOCKS] = AtSeams(fusion=BLOCKS, counts=counts)
+        compiled.placements[BLOCKS] = AtSeams(fusion=BLOCKS, counts=counts)
     return kernels
 
 
@@ -91,7 +91,7 @@ def _stand(compiled: CompiledModule, module: nn.Module, sites: list[Site], kerne
     alone = plan(mlps, compiled.plan.target, compiled.plan.config, compiled.plan.engine)
     standing = AtSharedExperts(compiled=attrs.evolve(compiled, plan=alone), model=module, seams=SEAMS)
     standing.put_in()
-    compiled.seams["shared experts"] = standing
+    compiled.placements["shared experts"] = standing
     for held, _ in standing.forwards.values():
         _but_for(compiled.untouched, held, "forward")
     for site in sites:

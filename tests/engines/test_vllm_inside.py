@@ -290,6 +290,11 @@ def test_a_large_weight_is_vllms_where_no_plan_says_so(columns: int, layerfuses:
     assert inside.is_layerfuses(weight, torch.empty(56, columns // 128, device="meta")) is layerfuses
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2, torch.int8, torch.bfloat16])
+def test_a_weight_of_another_format_is_vllms(dtype: torch.dtype) -> None:
+    assert not inside.is_layerfuses(torch.empty(256, 256, dtype=dtype), torch.empty(2, 2))
+
+
 def test_the_op_is_vllms_own_or_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inside.why_not() is None
     for name in ("fp8_gemm_nt", "flashinfer_fp8_blockscale_gemm"):

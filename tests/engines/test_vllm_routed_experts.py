@@ -165,7 +165,7 @@ def put_in(*several: Any, columns: int | None = None, untouched: range = range(0
     }
     expected = tuple(SimpleNamespace(site=name) for name in sites)
     compiled = SimpleNamespace(
-        plan=SimpleNamespace(site=sites, expected=lambda _: expected), seams={}, untouched=untouched, config=CONFIG
+        plan=SimpleNamespace(site=sites, expected=lambda _: expected), placements={}, untouched=untouched, config=CONFIG
     )
     routed_experts.put_in(compiled, model)
     compiled.model = model
@@ -174,7 +174,7 @@ def put_in(*several: Any, columns: int | None = None, untouched: range = range(0
 
 def taken(compiled: Any) -> int:
     """In how many layers they are layerfuse's, after a run with few tokens or many."""
-    seam = compiled.seams[ROUTED]
+    seam = compiled.placements[ROUTED]
     seam.ran = seam.calls()
     gone = {site for site, each in seam.standing.items() if each.why_not is not None}
     assert all(seam.standing[site].why_not == seam.why_left(site, "run") for site in gone)
@@ -222,7 +222,7 @@ def test_they_are_compared_in_the_run_that_is_looked_at(vllms: list[int]) -> Non
         with counted(compiled):
             called(experts, tokens)
         assert vllms == [*trials, tokens]
-    (use,) = compiled.seams[ROUTED].uses("run")
+    (use,) = compiled.placements[ROUTED].uses("run")
     assert use.fused == ROUTED and compiled.counted[OP] == 1
 
 
@@ -401,7 +401,7 @@ def test_weights_that_are_loaded_again_in_another_form_are_vllms(
     again = loaded_again(compiled, changes={"swiglu_limit": 7.0})
     assert "apply" not in vars(again) and taken(compiled) == 0
     (said,) = [each.getMessage() for each in caplog.records if "from now on" in each.getMessage()]
-    assert said == routed_experts.GONE % compiled.seams[ROUTED].standing["0:experts"].why_not
+    assert said == routed_experts.GONE % compiled.placements[ROUTED].standing["0:experts"].why_not
     assert "its weights were loaded again, and its experts are not in fp8 with scales" in said
 
 
