@@ -75,8 +75,6 @@ class Options:
     "As `few_token_linear` and `few_token_linear_row_quant`, each with a plus, among the `fusions`."
     host_bound: int | None = field(default=None, validator=_tokens)
     "Tokens up to which a step of more than the engine captures in CUDA graphs runs its own graph, as it waits for the host; 0: none does; None: the default."
-    mla_value_up: bool = field(default=False, validator=_is(bool, "true or false"))
-    "Whether decode steps of `mla_decode` multiply what was attended to up to the values by an op of layerfuse's, of which nothing was measured."
 
     def config(self) -> FusionConfig:
         """The same for plans.

@@ -106,7 +106,6 @@ _BLOCKS_MLA = {
     "decode_deep_gemm": Arm(("+mla_decode",), way="deep_gemm"),
 }
 _INSTALLED_MLA = {"default": Arm(), "decode": Arm(("+mla_decode",))}
-_VALUES = {"decode": Arm(("+mla_decode",)), "values": Arm(("+mla_decode",), options={"mla_value_up": True})}
 # Which fusion it is that moves numbers.
 _WITHOUT = {
     f"without_{name}": Arm((f"-{name}_group_quant",)) for name in ("silu_mul", "mla_dual_rms_norm", "add_rms_norm")
@@ -185,9 +184,6 @@ STAGES = {
     "deepseek-v3-rank8-dense-draft": Stage("deepseek-v3-rank8-dense", _INSTALLED_MLA, variables=_SKIP, engine=_UNTRIED | _DRAFT, needs=230),
     "deepseek-v3-rank8-dense-fp8-cache": Stage("deepseek-v3-rank8-dense", _INSTALLED_MLA, variables=_SKIP, engine=_UNTRIED | _FP8_CACHE, needs=230),
     "kimi-k2.5-rank8-mixture-fp8-cache": Stage("kimi-k2.5-rank8-mixture", {"default": Arm(), **_DECODE}, engine=_UNTRIED | _FP8_CACHE, needs=100),
-    # With the product behind the attention.
-    "deepseek-v3-rank8-dense-values": Stage("deepseek-v3-rank8-dense", _VALUES, variables=_SKIP, engine=_UNTRIED, needs=230),
-    "kimi-k2.5-rank8-mixture-values": Stage("kimi-k2.5-rank8-mixture", _VALUES, engine=_UNTRIED, needs=100),
     # Attention alone.
     "mla16": Stage("mla-16", _DECODE, _KERNELS),
     "mla128": Stage("mla-128", _DECODE, _KERNELS),

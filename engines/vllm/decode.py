@@ -24,7 +24,6 @@ from ...fusion.planning import Plan, plan
 from ...fusion.sites import DECODE
 from ..host import here
 from ..native import NotNativeError, native, native_call
-from ..options import options_in
 from ..placement import Placement, why_apart
 from ..process import once
 from ..seams import seam_of
@@ -109,8 +108,7 @@ class DecodePlacement(Placement):
             from .decode_trial import difference
 
             waiting: set[str] = set()
-            values = options_in(self.vllm_config.additional_config).mla_value_up
-            self.made = [_layer(self._wrapper(path), spec, ops, waiting, values) for path, spec in self.layers.items()]
+            self.made = [_layer(self._wrapper(path), spec, ops, waiting) for path, spec in self.layers.items()]
             waiting.update(layer.name for layer in self.made)
             ops.try_out(self.made, self.vllm_config)
             return difference(self.made, self.vllm_config)
@@ -244,7 +242,7 @@ def _quantised(linear: nn.Module) -> bool:
     return weight is None or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str], values: bool) -> Any:
+def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str]) -> Any:
     attention = wrapper.mla_attn
     q_norm, kv_norm, rope = spec.q_norm, spec.kv_norm, spec.rope
     (cache_dtype,) = _cache_of(attention) or (None,)
@@ -259,7 +257,6 @@ def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str], values: boo
         pairs="interleaved" if rope.interleaved else "halves",  # type: ignore[union-attr]
         cache_dtype=cache_dtype,
         query_dtype=current_platform.fp8_dtype() if _query_in_fp8(attention) else None,
-        values=values,
         without_gaps=_quantised(attention.kv_b_proj),
         around=native(wrapper, bypassed=BYPASSED, values=False),
         stood=native_call(attention, (attention.impl, WRITE[2])),

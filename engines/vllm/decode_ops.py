@@ -46,7 +46,7 @@ SPLIT = "layerfuse_vllm::mla_attend"
 
 _write, _rope = repeating(WRITE), repeating("mla_query_rope")
 ABSORB, ABSORB_QUANT = MLA_QUERY_ABSORB.name, MLA_QUERY_ABSORB_STATIC_QUANT.name
-_absorb, _absorb_quant, _value_up = direct(ABSORB), direct(ABSORB_QUANT), direct("mla_value_up_into")
+_absorb, _absorb_quant = direct(ABSORB), direct(ABSORB_QUANT)
 _kinds: dict[Hashable, object] = {}
 """`Layer.kind` -> what stands for it in a key."""
 
@@ -79,8 +79,6 @@ class Layer:
     "What a cache that vLLM keeps as bytes is looked at as; None: as it is."
     query_dtype: torch.dtype | None
     "The fp8 dtype that the attention kernel takes its query in; None: that of the layer."
-    values: bool = False
-    "Whether what was attended to is multiplied up to the values by an op of ours."
     without_gaps: bool
     "Whether the projection of a prompt's keys and values wants rows without gaps, as those do that quantise."
     around: Native = field(repr=False)
@@ -227,20 +225,6 @@ class Layer:
             return _absorb_quant(*given, attention._q_scale, self.pairs, self.query_dtype, _STEADY)
         return _absorb(*given, self.pairs, _STEADY)
 
-    def up(self, attended: Tensor, out: Tensor) -> None:
-        """What each head has attended to, (tokens, heads, latent) or as wide, up to the columns of its values. out: (tokens, heads * values)."""
-        attention = self.attention
-        if self.values:
-            heads = attention.num_heads
-            rows, into = attended.view(-1, heads, attention.kv_lora_rank), out.view(-1, heads, attention.v_head_dim)
-            try:
-                _value_up(rows, attention.W_UV, into, _STEADY)
-                return
-            except REFUSALS as error:
-                self.values = False
-                once(logging.WARNING, "layerfuse: mla_value_up: vLLM's product is taken from now on: %s", error)
-        attention._v_up_proj(attended, out=out)
-
     def heads(self, q: Tensor) -> Tensor:
         """The query as (tokens, heads, nope + rope)."""
         attention = self.attention
@@ -333,7 +317,7 @@ def _attend(q: Tensor, entries: Tensor, apart: Tensor, positions: Tensor, output
             if shared is not None:  # each rank has attended to its part of the cache, for the heads of all
                 starts = metadata.query_start_loc[: metadata.num_decodes + 1]
                 attended = shared.combine(attended, weights, seq_lens=metadata.decode.seq_lens, query_start_loc=starts)
-            layer.up(attended, output[:count])
+            attention._v_up_proj(attended, out=output[:count])
             layer.has_decoded()
             return
     latent, rope = entries.split_with_sizes(layer.widths[1:], -1)
@@ -468,16 +452,11 @@ def _calls(layer: Layer, vllm_config: Any, most: int) -> tuple[Callable[[int], A
         q, kv, rope = few.new_zeros(tokens, sum(widths)).split(widths, -1)
         layer.write((q, kv, rope), first[:tokens], slots[:tokens], into, few.new_empty(q.shape))
 
-    def up(tokens: int) -> None:
-        attended = few.new_zeros(tokens, attention.num_heads, attention.kv_lora_rank)
-        layer.up(attended, few.new_empty(tokens, attention.num_heads * attention.v_head_dim))
-
     return (
         lambda n: write(n, every, few.new_empty(n, sum(widths[1:]))),
         lambda n: write(n, nowhere, cache),
         lambda n: layer.query(few.new_zeros(n, *shape), first[:n]),
         lambda n: layer.rope_in_place(few.new_zeros(n, *shape), first[:n]),
-        *([up] if layer.values else []),
     )
 
 

@@ -104,5 +104,5 @@ def _results(layer: Layer, vllm_config: Any) -> Iterator[tuple[Any, Tensor]]:
     layer.rope_in_place(turned, positions)
     yield seen["q"], turned
     yield seen["absorbed"], layer.query(layer.heads(query), positions)
-    layer.up(attended, output[1])
+    attention._v_up_proj(attended, out=output[1])
     yield tuple(output)

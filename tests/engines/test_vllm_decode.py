@@ -91,10 +91,6 @@ def broken(*_: Any, **__: Any) -> None:
     raise RuntimeError("no such kernel")
 
 
-def refuse(*_: Any, **__: Any) -> None:
-    raise ValueError("no such entries of a query")
-
-
 DECODED, ASIDE, IN_PIECES = shown("docs/mla-decode.md", "a decode step went through")
 
 
@@ -285,23 +281,6 @@ def test_graphs_in_which_vllms_ops_cannot_be_put_keep_layerfuses(
     torch.testing.assert_close(got.float(), own_states()[0], rtol=1e-4, atol=1e-5)
     assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_rope": 3}
     assert any("putting vLLM's own ops in the place of mla_decode's" in line for line in said(caplog))
-
-
-@pytest.mark.parametrize("taken", [True, False])
-def test_the_values_product_is_layerfuses_where_that_is_asked_for(
-    taken: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def change() -> None:
-        if not taken:
-            monkeypatch.setattr(decode_ops, "_value_up", refuse)
-
-    got, _, calls = ran("deepseek-v3", tmp_path, {**ON, "mla_value_up": True}, change, mode="NONE")
-    torch.testing.assert_close(got, own_states(), rtol=1e-4, atol=1e-4)
-    for counted in calls:
-        assert counted.get("mla_value_up_into", 0) == (counted.get("mla_query_absorb", 0) if taken else 0)
-    assert taken is not any(
-        "mla_value_up: vLLM's product is taken from now on: no such" in line for line in said(caplog)
-    )
 
 
 @pytest.mark.parametrize("mode", ["NONE", "VLLM_COMPILE"])
@@ -894,6 +873,9 @@ def test_a_step_that_an_op_refuses_is_done_as_vllm_does_it_and_so_are_all_after_
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache in another form than was read off the layer, or a query that the op does not take."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no such entries of a query")
 
     def change() -> None:
         if what == "latents":

@@ -111,7 +111,7 @@ def test_every_mistake_is_named_at_once() -> None:
         options_in({"layerfuse": {"fusion": "all", "strict": "yes", "level": True}})
     assert str(raised.value).splitlines() == [
         "additional_config['layerfuse']: no option is called 'fusion'; did you mean 'fusions'? "
-        "Known: fusions, level, strict, eager, report, few_token_linears, host_bound, mla_value_up; "
+        "Known: fusions, level, strict, eager, report, few_token_linears, host_bound; "
         "additional_config['layerfuse']: strict: expected true or false, got 'yes'; "
         "additional_config['layerfuse']: level: expected 0, 1 or 2, got True"
     ]
