@@ -104,8 +104,6 @@ class Rows(Argument):
     "Whether the op writes to them."
     wider_than: str | None = None
     "Rows before it that fit into its last columns, with others in front of them."
-    through: str | None = None
-    "An earlier `HeadWeight` whose product they are as wide as."
 
     @property
     def is_mutated(self) -> bool:

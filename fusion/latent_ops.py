@@ -7,7 +7,6 @@ What they compute is in `ops.mla`, by the rules of `ops.rope` and `ops.cache_lay
 - `mla_query_concat`: the rope of the query beside the absorbed latent query, in one buffer. Also in fp8.
 - `mla_query_absorb`: the same with the absorbing GEMM in it, for the few tokens of a decode step. Also in fp8.
 - `mla_query_rope`: the rope alone, into the last columns of a buffer whose first ones the absorbing GEMM has written.
-- `mla_value_up_into`: the GEMM of each head behind the attention, from the latent to the columns of its values.
 """
 
 from __future__ import annotations
@@ -270,36 +269,6 @@ MLA_QUERY_ROPE = Op(
     results=(),
     reference=_later("query_rope"),
 )
-MLA_VALUE_UP_INTO = Op(
-    name="mla_value_up_into",
-    doc="What each head has attended to, multiplied from the latent up to the columns of its values, into a given buffer: in one launch for up to 64 "
-    "tokens, by torch's GEMM for more (DeepSeek-V2, arXiv 2405.04434, appendix C).",
-    args=(
-        Rows(
-            name="attended",
-            width="latent_width",
-            heads=True,
-            doc="(tokens, heads, width): of the attention, in the columns of the latent; a view of (heads, tokens, width) goes in as it is.",
-        ),
-        HeadWeight(
-            name="weight",
-            of="attended",
-            doc="(heads, width, values): the value's half of `kv_b_proj`; one of the last two strides is 1.",
-        ),
-        Rows(
-            name="out",
-            width="value_width",
-            like="attended",
-            heads=True,
-            mutated=True,
-            through="weight",
-            doc="written to: (tokens, heads, values), no view of what is read; rounded once.",
-        ),
-        Flag(name="steady", doc="as for `mla_query_absorb`."),
-    ),
-    results=(),
-    reference=_later("value_up_into"),
-)
 
 _LATENT_KERNEL = Kernel(
     backend="triton",
@@ -312,11 +281,6 @@ _ABSORB_KERNEL = Kernel(
     made_by="layerfuse.fusion.backends.triton.absorb:function_of",
     steps="layerfuse.fusion.backends.triton.absorb:steps_of",
 )
-_VALUE_KERNEL = Kernel(
-    backend="triton",
-    made_by="layerfuse.fusion.backends.triton.absorb:value_up_of",
-    steps="layerfuse.fusion.backends.triton.absorb:value_steps_of",
-)
 MLA = {
     MLA_NORM_ROPE_CACHE: (_LATENT_KERNEL,),
     MLA_NORM_ROPE_CACHE_INTO: (_LATENT_KERNEL,),
@@ -328,6 +292,5 @@ MLA = {
     MLA_QUERY_ABSORB: (_ABSORB_KERNEL,),
     MLA_QUERY_ABSORB_STATIC_QUANT: (_ABSORB_KERNEL,),
     MLA_QUERY_ROPE: (_QUERY_KERNEL,),
-    MLA_VALUE_UP_INTO: (_VALUE_KERNEL,),
 }
 """The ops, with their kernels beside the reference. AITER's comes second: it needs more launches."""

@@ -94,8 +94,6 @@ def _rows(op: Op, argument: Rows, x: Any, values: Values) -> Iterator[str]:
         yield f"{name} must be as wide as {first}, {width} columns; got {tuple(shape)}"
     if argument.wider_than is not None and shape[-1] <= (least := values[argument.wider_than].shape[-1]):
         yield f"{name} must be wider than {argument.wider_than}, {least} columns; got {tuple(shape)}"
-    if argument.through is not None and shape[-1] != (columns := values[argument.through].shape[-1]):
-        yield f"{name} must be as wide as the product with {argument.through}, {columns} columns; got {tuple(shape)}"
 
 
 def _weight(op: Op, argument: declare.Weight, weight: Any, values: Values) -> Iterator[str]:

@@ -74,11 +74,6 @@ def query_absorb_static(q_nope: Tensor, q_rope: Tensor, weight: Tensor, *rest: A
     return query_concat_static(absorbed(q_nope, weight), q_rope, *rest[:-1])
 
 
-def value_up_into(attended: Tensor, weight: Tensor, out: Tensor, _steady: bool) -> None:
-    """`mla_value_up_into`."""
-    out.copy_(absorbed(attended, weight))
-
-
 def query_rope(q_rope: Tensor, query: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str) -> None:
     """`mla_query_rope`."""
     turned = turn(q_rope.reshape(-1, *q_rope.shape[-2:]), cos, sin, positions, pairs).view(q_rope.shape)

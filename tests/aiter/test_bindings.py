@@ -39,7 +39,6 @@ NOTHING_FOR = {
     "mla_query_absorb_static_quant",
     "mla_query_concat_static_quant",
     "mla_query_rope",
-    "mla_value_up_into",
     "qk_norm_rope",
     *(f"mla_norm_rope_cache{form}" for form in ("", "_into", "_static_quant", "_per_token_quant", "_group_quant")),
 }

@@ -24,8 +24,6 @@ WIDEST = (
     (64, 16, 192, torch.float32),
 )
 """Tokens, heads and columns of absorbed queries that need much shared memory."""
-DEEPEST = ((64, 16, torch.bfloat16), (32, 16, torch.float32), (16, 128, torch.bfloat16), (64, 128, torch.bfloat16))
-"""Tokens and heads of values that do."""
 
 
 def built(
@@ -66,11 +64,6 @@ def built(
         latent = torch.empty(HEADS, tokens, 512, dtype=torch.bfloat16).transpose(0, 1)
         rope = torch.empty(tokens, HEADS, 192, dtype=torch.bfloat16)[..., 128:]
         args = (latent, rope, cos, sin, index, pairs)
-        if op == "mla_value_up_into":
-            attended = torch.empty(tokens, heads, 512, dtype=dtype)
-            weight = torch.empty(heads * 256, 512, dtype=dtype).view(heads, 256, 512)[:, 128:].transpose(1, 2)
-            absorb.value_up_of(OPS[op])(attended, weight, torch.empty(tokens, heads, 128, dtype=dtype), early)
-            return compiler.built | {"target": name, "step": step, "early": early, "form": form, "pairs": pairs}
         if op == "mla_query_rope":
             args = (rope, torch.empty(tokens, HEADS, 576, dtype=torch.bfloat16), cos, sin, index, pairs)
         elif "absorb" in op:
@@ -98,17 +91,11 @@ if __name__ == "__main__":
             for place, (tokens, heads, nope, dtype) in enumerate(WIDEST)
             if everything or place % len(TARGETS) == number
         ]
-        found += [
-            built(target, "mla_value_up_into", MANY, tokens=tokens, heads=heads, dtype=dtype)
-            for place, (tokens, heads, dtype) in enumerate(DEEPEST)
-            if everything or place % len(TARGETS) == number
-        ]
         found += [built(target, "mla_norm_rope_cache", FEW, form=form) for form in ("fp8", "fp8_ds_mla")]
         found += [
             built(target, "mla_query_concat", FEW, pairs=pairs) for pairs in ("halves", "interleaved_to_halves", "none")
         ]
     found += [
-        built("sm90", op, FEW, early=True)
-        for op in ("mla_norm_rope_cache", "mla_query_concat", "mla_query_absorb", "mla_value_up_into")
+        built("sm90", op, FEW, early=True) for op in ("mla_norm_rope_cache", "mla_query_concat", "mla_query_absorb")
     ]
     json.dump(found, sys.stdout)

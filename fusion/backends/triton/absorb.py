@@ -1,4 +1,4 @@
-"""The launches of `mla_query_absorb` and `mla_value_up_into`, see `family` for what all launches have in common."""
+"""The launch of `mla_query_absorb`, see `family` for what all launches have in common."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...ops.quantisation import LARGEST
 from ...ops.rope import PAIRS
 from . import launcher, queries, tuning
 from . import steps_of as rows_steps
-from .absorb_kernel import query_absorb, value_up
+from .absorb_kernel import query_absorb
 
 LEAST = 16
 """Tokens of a program: one block of a tensor core or more."""
@@ -77,8 +77,11 @@ def _launch(
     cos, sin, positions = tables
     heads, nope, latent = weight.shape
     rope_width, scale_in = q_rope.shape[2], out if scale is None else scale
-    transposed, row, weight_unit = _lies(weight)
+    transposed = weight.stride(2) != 1
+    row = weight.stride(2) if transposed else weight.stride(1)
     nope_unit, rope_unit = queries.unit_of(q_nope), queries.unit_of(q_rope)
+    both = weight.stride(0) | row
+    weight_unit = both & -both & 15 or 16
     numbers = (
         tokens, q_nope.stride(0) // nope_unit, q_nope.stride(1) // nope_unit, q_rope.stride(0) // rope_unit,
         q_rope.stride(1) // rope_unit, weight.stride(0) // weight_unit, row // weight_unit,
@@ -106,63 +109,3 @@ def _launch(
         query_absorb, key, every, numbers, constants,
         rows=1, sides=-(-heads // together), warps=warps, beside=heads * -(-latent // columns),
     )  # fmt: skip
-
-
-def _lies(weight: Tensor) -> tuple[bool, int, int]:
-    """Whether a weight's columns lie along the depth, its other stride, and the largest power of two, up to 16, that divides both of them."""
-    transposed = weight.stride(2) != 1
-    row = weight.stride(2) if transposed else weight.stride(1)
-    both = weight.stride(0) | row
-    return transposed, row, both & -both & 15 or 16
-
-
-def most_values(latent: int, size: int) -> int:
-    """Tokens up to which `mla_value_up_into` is ours, for a latent of so many columns of so many bytes: what fits beside 16 columns of the weight."""
-    deep = tuning.power_of_two(latent) * size
-    return next((block for block in (64, 32, 16) if (16 + block) * deep <= tuning.SHARED), 0)
-
-
-def value_steps_of(case: Any) -> tuple[int, ...]:
-    """As `Backend.steps`."""
-    own = most_values(case.latent_width, case.dtype.itemsize)
-    return tuple(LEAST << step for step in range((own // LEAST).bit_length()))
-
-
-def value_up_of(op: Op) -> Callable[..., Any]:
-    """The function that takes the op's arguments by position and launches the kernel."""
-    name = op.name
-
-    def function(attended: Tensor, weight: Tensor, out: Tensor, steady: bool) -> None:
-        # A view: what a reshape copied would take the writes. Torch refuses leading dimensions that cannot be counted as one.
-        into, rows = out.view(-1, *out.shape[-2:]), queries.heads_of(attended)
-        if len(rows) > most_values(rows.shape[2], rows.element_size()) or not into.is_contiguous():
-            torch.bmm(rows.transpose(0, 1), weight, out=into.transpose(0, 1))
-        elif into.numel():
-            _launch_values(name, rows, weight, into, steady)
-
-    return function
-
-
-def _launch_values(name: str, rows: Tensor, weight: Tensor, out: Tensor, steady: bool) -> None:
-    (tokens, heads, latent), values = rows.shape, weight.shape[2]
-    (transposed, row, weight_unit), unit = _lies(weight), queries.unit_of(rows)
-    numbers = (
-        tokens, rows.stride(0) // unit, rows.stride(1) // unit, weight.stride(0) // weight_unit, row // weight_unit,
-    )  # fmt: skip
-    every = (rows, weight, out)
-    addresses = tuple(tensor.data_ptr() for tensor in every)
-    special = launcher.special(max(numbers), addresses, every)
-    block, device = max(LEAST, tuning.power_of_two(tokens)), out.get_device()
-    key = (
-        name, device, block, rows.dtype, heads, latent, values, unit, weight_unit, transposed, steady, special,
-    )  # fmt: skip
-    if launcher.again(key, device, addresses, numbers):
-        return
-    deep = max(16, tuning.power_of_two(latent))
-    columns, warps = tuning.launch_values(block, heads, values, deep * weight.element_size(), launcher.wave(out.device))
-    constants = (
-        heads, latent, values, unit, weight_unit, transposed, block, deep, columns, launcher.interpreted(out.device), steady,
-    )  # fmt: skip
-    launcher.first(
-        value_up, key, every, numbers, constants, rows=1, sides=0, warps=warps, beside=heads * -(-values // columns)
-    )

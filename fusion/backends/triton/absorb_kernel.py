@@ -1,5 +1,5 @@
 # ruff: noqa: N803 (constants of a kernel are written in capitals)
-"""The kernels of `mla_query_absorb`, each head's GEMM in blocks of columns and beside them programs that turn rope columns, and of `mla_value_up_into`."""
+"""The kernel of `mla_query_absorb`: each head's GEMM in blocks of columns, and beside them programs that turn rope columns."""
 
 from __future__ import annotations
 
@@ -111,20 +111,3 @@ def query_absorb(
             turn % groups * TOGETHER + tl.arange(0, TOGETHER), rope_token, rope_head, table_rows, cos_stride, sin_stride,
             HEADS, LATENT, ROPE_WIDTH, ROPE_UNIT, STATIC, LARGEST, PAIRS, HALF, EARLY,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["tokens", "token_stride", "head_stride", "weight_head", "weight_row"])
-def value_up(
-    attended, weight, out, tokens, token_stride, head_stride, weight_head, weight_row,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, VALUES: tl.constexpr, UNIT: tl.constexpr, WEIGHT_UNIT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """All tokens of a head, no more than TOKENS, per program: COLUMNS of the product over DEPTH >= LATENT columns. The rest as in `query_absorb`."""
-    blocks: tl.constexpr = (VALUES + COLUMNS - 1) // COLUMNS
-    program = tl.program_id(0)
-    _absorbed(
-        attended, weight, attended, out, tl.arange(0, TOKENS).to(tl.int64), program // blocks,
-        program % blocks * COLUMNS + tl.arange(0, COLUMNS), tokens, token_stride, head_stride, weight_head, weight_row,
-        HEADS, LATENT, VALUES, 0, UNIT, WEIGHT_UNIT, TRANSPOSED, False, 0.0, DEPTH, WIDE, AHEAD, EARLY,
-    )  # fmt: skip

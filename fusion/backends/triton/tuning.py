@@ -34,8 +34,6 @@ _LANES, _VECTOR = 32, 8
 """Threads of a row that shares its program, and columns that each of them handles at once."""
 _ONE_BY_ONE = (4, 2, 1)
 """Columns per thread where rows are off the grid, and elements come one by one anyhow."""
-SHARED = 96 << 10
-"""Bytes of shared memory that both factors of a product may take."""
 _CACHE = 40e6
 """Bytes that a cache does not hold besides what else is in it."""
 
@@ -319,25 +317,9 @@ def launch_absorb(block: int, heads: int, latent: int, depth: int, wave: int) ->
     if heads * latent > 16384:
         columns, warps, together = (256, 8, 16) if block == 16 else (128, 4, 4)
     # Both factors of a product lie in shared memory: 64 KiB on some AMD GPUs, which keep the query elsewhere, 99 KiB on NVIDIA's small ones.
-    while columns > 16 and (columns * depth > 64 << 10 or (columns + block) * depth > SHARED):
+    while columns > 16 and (columns * depth > 64 << 10 or (columns + block) * depth > 96 << 10):
         columns //= 2
     return max(16, min(power_of_two(latent), columns)), _waves(warps, wave), together
-
-
-def launch_values(block: int, heads: int, values: int, depth: int, wave: int) -> tuple[int, int]:
-    """Columns and warps of a program of `mla_value_up_into`: as many programs as a GPU takes at once, or more. Not measured yet.
-
-    Args:
-        block: tokens of a program.
-        heads: of a token.
-        values: columns of the product.
-        depth: bytes of a column of the weight, and of a token's part of the rows, as a program holds them.
-        wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
-    """
-    columns = 64 if heads * values > 8192 else 32 if heads * values > 4096 else 16
-    while columns > 16 and (columns + block) * depth > SHARED:
-        columns //= 2
-    return columns, _waves(4, wave)
 
 
 def _hold(step: int, moved: int) -> bool:
