@@ -27,13 +27,20 @@ QUANTISED = ("add_rms_norm_group_quant", "rms_norm_group_quant")
 NAMED = ("add_rms_norm", *QUANTISED)
 """The norms of a model in fp8 blocks."""
 PRODUCTS = ("few_token_linear_group_quant",)
-ALL = (*NAMED, "silu_mul_group_quant", *PRODUCTS)
+FUSED = (*QUANTISED, "silu_mul_group_quant", *PRODUCTS)
+"""All that stands at a linear in fp8 blocks: what a row of `policy.toml` can turn on without a word of other models."""
+ALL = ("add_rms_norm", *FUSED)
 _ARMS = {
     "default": Arm(way="sglang"), "quantised": Arm(QUANTISED, "sglang"), "named": Arm(NAMED, "sglang"),
-    "named_breakable": Arm(NAMED, "breakable"), "products": Arm(PRODUCTS, "sglang"), "all": Arm(ALL, "sglang"),
+    "named_breakable": Arm(NAMED, "breakable"), "products": Arm(PRODUCTS, "sglang"), "fused": Arm(FUSED, "sglang"), "all": Arm(ALL, "sglang"),
 }  # fmt: skip
-_MLA = {**_ARMS, "all": Arm((*ALL, "mla_dual_rms_norm_group_quant"), "sglang")}
-_GATED = {**_ARMS, "all": Arm((*ALL, "gated_rms_norm_group_quant"), "sglang")}
+
+
+def _with(fusion: str) -> dict[str, Arm]:
+    return {**_ARMS, "fused": Arm((*FUSED, fusion), "sglang"), "all": Arm((*ALL, fusion), "sglang")}
+
+
+_MLA, _GATED = _with("mla_dual_rms_norm_group_quant"), _with("gated_rms_norm_group_quant")
 _WAYS = {
     "sglang": Way(),
     "triton": Way(engine={"fp8_gemm_runner_backend": "triton"}),

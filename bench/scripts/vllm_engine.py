@@ -338,7 +338,7 @@ def _try(
         asked = command is not None and not told
         found = engines[arm].ask(until, command, *given) if asked else engines[arm].answer(until)
     except (ArmError, OSError) as error:
-        result["errors"][arm] = f"{command or 'start'} {' '.join(map(str, given))}: {error}"
+        result["errors"][arm] = f"{command or 'start'} {' '.join(map(str, given))[:80]}: {error}"
         engines.pop(arm).stop()
         return None
     key = " ".join(["ready" if command is None else command, *(str(each) for each in given if isinstance(each, int))])

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import attrs
 import pytest
 from test_doctor import packages  # noqa: F401 (a fixture)
 
@@ -13,6 +14,7 @@ from layerfuse.engines.sglang.facts import SEAMS as RECORDED
 from layerfuse.engines.sglang.facts import engine_of
 from layerfuse.engines.sglang.seams import SEAMS
 from layerfuse.fusion import FusionConfig, Target, plan
+from layerfuse.fusion.policy import Policy, shipped
 
 ADD, GROUP = "add_rms_norm", "add_rms_norm_group_quant"
 INSIDE = {
@@ -39,16 +41,36 @@ def decisions(run, *more):
     return {(role, each["fusion"]): (each["decision"], each["reason"]) for role, each in reversed(rows)}
 
 
-def test_nothing_is_on_where_nothing_was_measured(run, monkeypatch):
+def with_rows(monkeypatch, **changed):
+    """The rows of SGLang that the library has for one model, changed."""
+    rows = [each for each in shipped().measurement if each.engine == "sglang" and each.commit == "625dceb"]
+    given = Policy(measurement=tuple(attrs.evolve(each, **changed) for each in rows))
+    for place in ("config", "planning"):
+        monkeypatch.setattr(f"layerfuse.fusion.{place}.shipped", lambda: given)
     monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
+
+
+def test_nothing_is_on_where_what_is_faster_costs_something_else(run, monkeypatch):
+    with_rows(monkeypatch, but="it is far off")
     found = decisions(run)
     assert {kind for kind, _ in found.values()} <= {"refused", "not_applicable"}
     does = "SGLang does it: its own kernel for the add and the norm (fused_add_rmsnorm); naming the fusion takes it instead"
     kind, reason = found["post_attention", ADD]
-    assert kind == "not_applicable" and reason.startswith(f"{does}; log probabilities were farther from SGLang's")
+    assert kind == "not_applicable" and reason.startswith(f"{does}; it is far off: 1.02")
     for role, name, ratios in (("post_attention", GROUP, "1.02, 1.04"), ("latents", INSIDE["latents"], "1.25, 1.18")):
-        assert "unless switched on: log probabilities" in found[role, name][1]
-        assert f"(docs/sglang.md): {ratios}, " in found[role, name][1]
+        assert f"unless switched on: it is far off: {ratios}, " in found[role, name][1]
+
+
+def test_what_was_measured_faster_is_on_and_quoted_with_its_model(run, monkeypatch):
+    with_rows(monkeypatch, but=None)
+    found = decisions(run)
+    assert found["post_attention", ADD][0] == "fallback"
+    for role, name, ratios in (
+        ("post_attention", GROUP, "1.02, 1.04"),
+        *((each, fusion, "1.25, 1.18") for each, fusion in INSIDE.items()),
+    ):
+        kind, reason = found[role, name]
+        assert kind == "expected" and f"measured {ratios}, " in reason and "SGLang 0.5.23, NVIDIA H100" in reason
 
 
 def test_what_is_asked_for_stands_where_there_is_a_place_for_it(run, monkeypatch):

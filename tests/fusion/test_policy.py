@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,20 @@ def test_every_row_is_what_its_results_file_says(measured: Measurement) -> None:
         measured.file, measured.stage, measured.arm, measured.against or measured.engine
     )
     assert all(name in FUSIONS for name in (*measured.fusions, *filter(None, [measured.unless])))
+
+
+def test_a_row_is_written_from_the_results_file_with_what_speaks_against_it(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = next(each for each in shipped().measurement if each.engine == "sglang" and each.commit == "625dceb")
+    policy_rows.main(measured.stage, measured.arm, measured.file)
+    said = capsys.readouterr().out
+    (found,) = tomllib.loads(said)["measurement"]
+    expected = {key: getattr(measured, key) for key in found}
+    assert found == {**expected, "decode": {batch: [*cell] for batch, cell in measured.decode.items()}} | {
+        "fusions": found["fusions"]
+    }
+    assert sorted(found["fusions"]) == sorted(measured.fusions)
+    assert {"engine", "device", "date", "commit", "file", "stage", "arm"} <= found.keys()
+    assert "\n# log probabilities: prompt: mean 0.10824 is above 0.09668\n" in said
 
 
 def test_what_a_fusion_needs_of_a_model_is_in_its_name() -> None:
