@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ from layerfuse.engines.options import Options
 from layerfuse.engines.vllm import loading, native_fusions
 from layerfuse.engines.vllm.host import VLLM
 from layerfuse.engines.vllm.releases import BLOCKS_INSIDE, NEWEST, RELEASES
+from layerfuse.engines.vllm.switches import SHARED_IN_TURN
 from layerfuse.fusion import Target
 from layerfuse.fusion.sites import DECODE, PRODUCTS
 
@@ -91,6 +93,7 @@ def loaded(folder: Path, tp: int, eager: bool, kernel: str | None) -> Iterator[t
             compilation={"mode": CompilationMode.NONE},
             whole_experts=True,
         )
+        os.environ.pop(SHARED_IN_TURN, None)  # which vLLM sets on a CPU
         compilation = config.compilation_config
         if not eager and name not in BREAKABLE:
             compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
