@@ -1,4 +1,4 @@
-"""`vllm serve` with and without layerfuse, asked by `vllm bench serve`: tokens per second, and times to the first and to each next token.
+"""`vllm serve` with and without layerfuse, asked by vLLM's `bench serve`: tokens per second, and times to the first and to each next token.
 
     python bench/scripts/vllm_serve.py SHAPE [--rounds 3] [--at-once 64] [--requests 256] --out serve.json --logs FOLDER
 
@@ -10,6 +10,8 @@ commands of `vllm_engine` servers start, and nothing else is timed while they ar
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import signal
@@ -81,20 +83,35 @@ def wait(process: subprocess.Popen[bytes], port: int, until: float) -> None:
     )
 
 
-def ask(model: Path, port: int, requests: int, at_once: int, seed: int) -> dict[str, Any]:
-    """One round of `vllm bench serve`."""
-    found = WORK / f"{port}-{seed}.json"
-    subprocess.run(
-        [
-            *CLI, "bench", "serve", "--backend", "openai", "--base-url", f"http://127.0.0.1:{port}", "--model", "m",
-            "--tokenizer", str(model), "--dataset-name", "random", "--random-input-len", str(PROMPT), "--random-output-len", str(ANSWER),
-            "--num-prompts", str(requests), "--max-concurrency", str(at_once), "--ignore-eos", "--seed", str(seed), "--disable-tqdm",
-            "--percentile-metrics", "ttft,tpot", "--save-result", "--result-dir", str(found.parent), "--result-filename", found.name,
-        ],
-        env={**os.environ, **QUIET, "CUDA_VISIBLE_DEVICES": ""}, check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    said = json.loads(found.read_text())
-    return {key: round(said[key], 3) for key in KEYS}
+def client() -> tuple[Any, Any]:
+    """The benchmark of vLLM and the parser of its arguments, in this process, which sees no GPU: to import it takes as long as a round."""
+    os.environ.update(QUIET, CUDA_VISIBLE_DEVICES="", VLLM_PLUGINS="")
+    from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    return serve, parser
+
+
+def ask(bench: tuple[Any, Any], model: Path, port: int, requests: int, at_once: int, seed: int) -> dict[str, Any]:
+    """One round of `vllm bench serve`.
+
+    Raises:
+        RuntimeError: not every request was answered.
+    """
+    serve, parser = bench
+    given = [
+        "--backend", "openai", "--base-url", f"http://127.0.0.1:{port}", "--model", "m",
+        "--tokenizer", str(model), "--dataset-name", "random", "--random-input-len", str(PROMPT), "--random-output-len", str(ANSWER),
+        "--num-prompts", str(requests), "--max-concurrency", str(at_once), "--ignore-eos", "--seed", str(seed), "--disable-tqdm",
+        "--percentile-metrics", "ttft,tpot",
+    ]  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):
+        said = serve.main(parser.parse_args(given))
+    if said["completed"] != requests:
+        raise RuntimeError(f"the server on port {port} answered {said['completed']} of {requests} requests")
+    return {key: round(float(said[key]), 3) for key in KEYS}
 
 
 def main() -> None:
@@ -105,7 +122,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--cache", type=int, default=12 << 30, help="bytes for keys and values, of each server")
     parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--limit", type=float, default=480, help="seconds for everything")
+    parser.add_argument("--limit", type=float, default=480, help="seconds, behind which no round begins")
     parser.add_argument("--out", type=Path, default=Path("vllm_serve.json"))
     parser.add_argument("--logs", type=Path, default=WORK / "logs")
     given = parser.parse_args()
@@ -117,16 +134,19 @@ def main() -> None:
     servers = {arm: server(arm, model, port, logs, given.cache) for arm, port in ports.items()}
     rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
     try:
+        bench = client()
         for arm, process in servers.items():
             wait(process, ports[arm], until)
         print(f"{given.shape}: ready", flush=True)
         alone.take()
         for turn in range(given.rounds + 1):
             for arm in [*ARMS][:: 1 if turn % 2 else -1]:
-                found = ask(model, ports[arm], given.requests, given.at_once, turn)
+                found = ask(bench, model, ports[arm], given.requests, given.at_once, turn)
                 print(turn, arm, found, flush=True)
                 if turn:
                     rounds[arm].append(found)
+            if time.monotonic() > until:
+                break
     finally:
         for process in servers.values():
             if process.poll() is None:
@@ -135,7 +155,7 @@ def main() -> None:
     lines = {arm: (logs / f"{arm}.log").read_text(errors="replace").splitlines() for arm in ARMS}
     result = {
         "shape": given.shape, "prompt": PROMPT, "answer": ANSWER, "requests": given.requests, "at_once": given.at_once, "rounds": rounds,
-        "median": {arm: {key: statistics.median(each[key] for each in several) for key in KEYS} for arm, several in rounds.items()},
+        "median": {arm: {key: statistics.median(each[key] for each in several) for key in KEYS} for arm, several in rounds.items() if several},
         "late": {arm: sorted({line[-200:] for line in several if LATE in line}) for arm, several in lines.items()},
         "said": [line[-300:] for line in lines["default"] if "layerfuse" in line][:40],
     }  # fmt: skip
