@@ -46,7 +46,7 @@ class Arm:
         before = time.time()
         self.engine = Engine(**{
             "model_path": asked["model"], "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "context_length": 2048,
-            "mem_fraction_static": 0.5, "max_total_tokens": asked["cache"], "max_running_requests": max(8, *asked["batches"]),
+            "mem_fraction_static": 0.85, "max_total_tokens": asked["cache"], "max_running_requests": max(8, *asked["batches"]),
             "chunked_prefill_size": 8192, "disable_radix_cache": True, "tp_size": asked["tp"], "random_seed": 0,
             "cuda_graph_bs_decode": asked["batches"], "disable_prefill_cuda_graph": True, "sampling_backend": "pytorch", "grammar_backend": "none",
             "watchdog_timeout": 100_000, "log_level": "info", "port": 20_000 + os.getpid() % 300 * 100, **asked["engine"],

@@ -578,6 +578,13 @@ def main(about: str | None = __doc__, engine: type[Engine] = Engine, stages: dic
     unknown = [name for name in given.stages if name not in stages]
     if unknown:
         parser.error(f"no stage is called {unknown[0]!r}; known: {', '.join(stages)}")
+    asked = [stages[name] for name in given.stages or stages]
+    nowhere = [
+        arm for arm in given.arms if not any(arm.removesuffix(AGAIN) in {**stage.ways, **stage.arms} for stage in asked)
+    ]
+    if nowhere:
+        known = dict.fromkeys(arm for stage in asked for arm in (*stage.ways, *stage.arms))
+        parser.error(f"no arm of these stages is called {nowhere[0]!r}; known: {', '.join(known)}")
     work = Path(tempfile.gettempdir()) / f"{engine.first}_engine"
     logs = given.logs or work / "logs"
     logs.mkdir(parents=True, exist_ok=True)

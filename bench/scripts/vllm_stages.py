@@ -175,9 +175,9 @@ STAGES = {
         }.items()
     },
     # Linears of bfloat16, of which no op stands at module level, and whose latents and gated norms alone are not vLLM's already.
-    "kimi-k3-rank8-dense": Stage("kimi-k3-rank8-dense", _K3_SEAMS, engine=_UNTRIED, needs=150),
-    "minimax-m3-rank8-dense": Stage("minimax-m3-rank8-dense", {"norms": Arm(("add_rms_norm",))}, engine=_UNTRIED, needs=150),
-    "minimax-m3-rank8-mixture": Stage("minimax-m3-rank8-mixture", {"norms": Arm(("add_rms_norm",))}, engine=_UNTRIED, needs=150),
+    "kimi-k3-rank8-dense": Stage("kimi-k3-rank8-dense", _K3_SEAMS, engine=_UNTRIED, needs=200),
+    "minimax-m3-rank8-dense": Stage("minimax-m3-rank8-dense", {"norms": Arm(("add_rms_norm",))}, engine=_UNTRIED, needs=200),
+    "minimax-m3-rank8-mixture": Stage("minimax-m3-rank8-mixture", {"norms": Arm(("add_rms_norm",))}, engine=_UNTRIED, needs=200),
     "minimax-m3-rank8-dense-fp8": Stage("minimax-m3-rank8-dense-fp8", _M3_SEAMS, _OWN_WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
     "minimax-m3-rank8-mixture-fp8": Stage("minimax-m3-rank8-mixture-fp8", _M3_SEAMS, _OWN_WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
     # The same with a token drafted, and with caches in fp8.

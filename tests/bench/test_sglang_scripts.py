@@ -148,3 +148,16 @@ def test_the_arm_without_a_named_fusion_is_told_nothing_and_all_else_is_alike():
     assert (own["SGLANG_PLUGINS"], own["LAYERFUSE_FUSIONS"]) == ("sglang_probe", "")
     assert (default["SGLANG_PLUGINS"], default["LAYERFUSE_FUSIONS"]) == ("sglang_probe,layerfuse", "")
     assert named == {**default, "LAYERFUSE_FUSIONS": "add_rms_norm,add_rms_norm_group_quant,rms_norm_group_quant"}
+
+
+def test_an_arm_of_another_name_is_an_error_before_anything_starts(monkeypatch, capsys):
+    import sglang_engine
+    import vllm_engine
+
+    monkeypatch.setattr(
+        sys, "argv", ["sglang_engine.py", "tiny", "deepseek-v3-rank8-dense", "--arms", "sglang", "fussed"]
+    )
+    with pytest.raises(SystemExit):
+        vllm_engine.main("", sglang_engine.Engine, sglang_engine.STAGES)
+    said = capsys.readouterr().err
+    assert "no arm of these stages is called 'fussed'; known: sglang, default, named, triton, breakable" in said
