@@ -135,7 +135,7 @@ def kinds_in(spec: type[Any]) -> tuple[tuple[str, str], ...]:
     """The fields of a class with their kinds. Kept, as it is asked of every spec that is made."""
     found = _KINDS_IN.get(spec)
     if found is None:
-        found = _KINDS_IN[spec] = tuple((a.name, kind_of(a)) for a in attrs.fields(spec))
+        found = _KINDS_IN[spec] = tuple((a.name, kind_of(a)) for a in attrs.fields(spec) if "kind" in a.metadata)
     return found
 
 

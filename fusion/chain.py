@@ -18,7 +18,7 @@ from .compose import is_inner, op_of
 from .declare import REQUIRED, Kernel, Op
 from .formats import FORMATS, Format
 from .limits import TokenLimit
-from .sites import FINAL, ROLES, Site
+from .sites import FINAL, OURS, ROLES, Role, Site
 from .steps import (
     SOURCES,
     STAGES,
@@ -59,8 +59,18 @@ def _several(name: str, value: Any, what: str) -> tuple[Any, ...]:
     raise FusionError(f"{name}: expected {what}, got {shown(value)}")
 
 
-def _names(several: Iterable[str]) -> tuple[str, ...]:
-    return _several("roles", several, f"names of roles, as ({FINAL!r},)")
+def _names(several: Iterable[str | Role]) -> tuple[str, ...]:
+    return tuple(map(_name_of, _several("roles", several, f"names of roles, as ({FINAL!r},), or a Role of your own")))
+
+
+def _name_of(role: str | Role) -> str:
+    """The name of a role. One of another package is known from now on."""
+    if not isinstance(role, Role):
+        return role
+    known = ROLES.setdefault(role.name, role)
+    if known != role:
+        raise FusionError(f"roles: there is a role {role.name!r} already, {known.doc}; give yours another name")
+    return role.name
 
 
 FAMILY = (
@@ -282,7 +292,8 @@ class Fusion:
             if role is None:
                 yield f"no role is called {shown(name)}; known: {', '.join(ROLES)}"
                 continue
-            wrong = [step for step in self.chain if name not in step.roles]
+            # Whoever brings a role knows what stands there: its norms are counted, and each step asks the site.
+            wrong = [step for step in self.chain if name not in step.roles and name in OURS]
             if wrong:
                 stands = ", ".join(f"{type(step).__name__} stands at {', '.join(sorted(step.roles))}" for step in wrong)
                 yield f"the role {name} has no {', '.join(type(step).__name__ for step in wrong)}: {stands}"

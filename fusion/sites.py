@@ -22,6 +22,7 @@ from ..adapters.specs import (
     GatedDeltaNetSpec,
     GatedMLPSpec,
     GQASpec,
+    LayerSpec,
     LinearSpec,
     Mamba2Spec,
     MLAKernelSpec,
@@ -76,7 +77,10 @@ ROLES: dict[str, Role] = {
         ),
     )
 }
-"""Every role a site can have."""
+"""Every role a site can have: those of this library, and those that fusions of other packages stand at."""
+
+OURS = frozenset(ROLES)
+"""The roles of this library."""
 
 STREAM = (INPUT, POST_ATTENTION, FINAL)
 """The roles of the residual stream."""
@@ -218,6 +222,15 @@ class Site:
         return self.name
 
 
+@frozen(kw_only=True)
+class OwnSites(LayerSpec):
+    """A layer of another package's kind, which says its sites itself: at roles of this library, or of that package."""
+
+    def sites(self, layer: str) -> tuple[Site, ...]:  # noqa: ARG002 (for those that have some)
+        """Its sites, in the order in which a forward pass meets them; none unless it says some. `layer`: its path in the model."""
+        return ()
+
+
 class Stack(NamedTuple):
     """What the decoder layers of a model say of each other, by their index."""
 
@@ -282,7 +295,7 @@ def sites_of(layer: str, spec: AnySpec, stack: Stack = Stack()) -> tuple[Site, .
     if isinstance(spec, GQASpec) and spec.q_norm is not None and spec.k_norm is not None:
         shared = "it reads the keys of an earlier layer, and norms none of its own" if spec.shares_kv else None
         return (Site(layer=layer, role=QK, norms=(spec.q_norm, spec.k_norm), spec=spec, absent=shared),)
-    return ()
+    return spec.sites(layer) if isinstance(spec, OwnSites) else ()
 
 
 def decode_sites(placed: Iterable[tuple[str, AnySpec]]) -> Iterator[Site]:

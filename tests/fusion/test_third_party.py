@@ -17,7 +17,7 @@ from layerfuse.fusion.catalog import CANONICAL, add, built_in
 from layerfuse.fusion.chain import Add, Fusion, Norm, Quant
 from layerfuse.fusion.declare import Kernel, OpError
 from layerfuse.fusion.kernel_source import why_absent
-from layerfuse.fusion.sites import LATENTS
+from layerfuse.fusion.sites import LATENTS, Role
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -264,6 +264,80 @@ def test_a_package_brings_a_kind_of_norm_and_its_step(site: Path) -> None:
     ]
     assert "add_layer_norm" in said["doctor"][0]
     assert "add_layer_norm" in said["bench"] and "layerfuse (reference)" in said["bench"]
+
+
+ROLE = """
+import json, torch
+torch.set_num_threads(1)
+from role_package import KVLatentSpec
+from layerfuse import NormSpec, Parallel, doctor, fusion
+
+class Attention(torch.nn.Module):
+    def __init__(self, epsilon):
+        super().__init__()
+        self.kv_a_layernorm = torch.nn.RMSNorm(32, eps=epsilon)
+        self.kv_b_proj = torch.nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        return self.kv_b_proj(self.kv_a_layernorm(x))
+
+norm = NormSpec(width=32, epsilon=1e-6, weight_offset=0.0, module="kv_a_layernorm")
+spec = KVLatentSpec(hidden_size=64, layer_index=0, parallel=Parallel(size=1, rank=0), kv_norm=norm)
+said, x = {}, torch.randn(3, 32)
+with torch.no_grad():
+    for epsilon in (1e-6, 1e-5):
+        torch._dynamo.reset()
+        fused = fusion.compile(Attention(epsilon), specs=[("", spec)], strict=True)
+        try:
+            torch.testing.assert_close(fused(x), fused.original(x))
+            found = fused.audit(x).fusions["kv_latent_norm"]
+            said["ran"] = [fused.report.of("kv_latent_norm").matched, found.profiled, found.counted]
+        except fusion.FusionMissedError as error:
+            said["strict"] = str(error)
+config = fusion.FusionConfig(level=2, quant={"kv_latent": fusion.ActivationQuant()})
+said["plan"] = [str(each) for each in fusion.plan([("attn", spec)], fusion.Target.named("h100"), config).decisions]
+said["doctor"] = [each.detail for each in doctor.diagnose().findings if "kv_latent_norm" in each.detail]
+print("SAID " + json.dumps(said))
+"""
+ROLE_PACKAGE = """
+from layerfuse import NormSpec
+from layerfuse.fusion.chain import quantised
+from layerfuse.fusion.sites import OwnSites, Role, Site
+
+KV_LATENT = Role("kv_latent", 1, "the norm of a key/value latent alone")
+
+@attrs.frozen(kw_only=True)
+class KVLatentSpec(OwnSites):
+    kv_norm: NormSpec
+
+    def sites(self, layer):
+        return (Site(layer=layer, role=KV_LATENT.name, norms=(self.kv_norm,), spec=self),)
+
+FUSION = [
+    Fusion(name="kv_latent_norm", doc="mine", level=1, roles=(KV_LATENT,), chain=(Norm,)),
+    *quantised(name="kv_latent_norm_{}_quant", doc="mine, in {}", formats=["token"], roles=[KV_LATENT], chain=(Norm,)),
+]
+"""
+
+
+def test_a_package_brings_a_kind_of_layer_and_its_role(tmp_path: Path) -> None:
+    """A single latent norm, which is at no role of the library."""
+    write_package(tmp_path, "role_package", ROLE_PACKAGE)
+    done = run_copy(ROLE, tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.rpartition("SAID ")[2])
+    assert said["ran"] == [["kv_latent"], 1, 1]
+    assert "kv_latent_norm was expected" in said["strict"]
+    assert said["plan"] == [
+        "attn:kv_latent: kv_latent_norm: fallback: kv_latent_norm_per_token_quant takes the same nodes; this is taken where it is missed",
+        "attn:kv_latent: kv_latent_norm_per_token_quant: expected: rms_norm(32, epsilon 1e-06) is one launch on sm90, in e4m3fn with one scale per token",
+    ]
+    assert said["doctor"] and all("kv_latent_norm_per_token_quant" in detail for detail in said["doctor"])
+
+
+def test_a_role_of_another_meaning_is_refused() -> None:
+    with pytest.raises(FusionError, match="there is a role 'latents' already, the norms of an MLA layer's query"):
+        Fusion(name="mine", doc="mine", level=1, roles=(Role("latents", 1, "something else"),), chain=(Norm,))
 
 
 def test_the_command_line_knows_it(site: Path) -> None:
