@@ -266,6 +266,28 @@ def test_a_package_brings_a_kind_of_norm_and_its_step(site: Path) -> None:
     assert "add_layer_norm" in said["bench"] and "layerfuse (reference)" in said["bench"]
 
 
+VERIFIED = """
+import json, torch
+torch.set_num_threads(1)
+import torch._inductor.compile_fx as inductor
+inductor.compile_fx_inner = lambda gm, _inputs, **_: gm
+from layerfuse import registry, verify
+verify.TOLERANCES = {"float32": 1e-5}
+found = verify.verify(registry.model("deepseek-v3"), device="cpu")
+print("SAID " + json.dumps([found.problems, found.fusions]))
+"""
+
+
+def test_verify_counts_what_a_package_brings(site: Path) -> None:
+    done = run_copy(VERIFIED, site, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr[-3000:]
+    problems, fusions = json.loads(done.stdout.rpartition("SAID ")[2])
+    assert problems == []
+    assert fusions[NAME]["matched"] == ["model.layers.0.mlp:activation", "model.layers.1.mlp:activation"]
+    assert fusions[NAME]["executed"] == 2
+    assert fusions["add_layer_norm"]["not_applicable"]["model:final"] == "the norm is no LayerNorm"
+
+
 ROLE = """
 import json, torch
 torch.set_num_threads(1)
