@@ -492,9 +492,12 @@ class _Decider:
             return Legality("not_applicable", unread)
         # What is not known of a site is of no account where the fusion is off, or has no place.
         unknown = found if found.kind == "refused" and found.reason.startswith(UNKNOWN) else None
-        if found.kind != "expected" and unknown is None:
-            return found
         engine, switched = self._engine, self._switches.get(fusion.name)
+        if found.kind != "expected" and unknown is None:
+            if engine is None or not found.reason.startswith(UNKNOWN):
+                return found
+            nowhere = engine.why_not(fusion.name, site.role)
+            return found if nowhere is None else Legality(found.kind, nowhere)
         measured = (
             None
             if engine is None

@@ -82,7 +82,8 @@ def options_here() -> Options:
         raise OptionsError(f"{STRICT}: expected 0 or 1, got {shown(said)}")
     strict = said in ("1", "true")
     options = Options(strict=strict, report=os.environ.get(REPORT, "").strip() or None)
-    options.config()
+    if not options.says_nothing:
+        options.config()
     check_backend()
     return options
 

@@ -149,3 +149,14 @@ def test_an_installed_sglang_is_read_and_not_imported(version, runner, state, de
     (found,) = doctor.inside("sglang")
     assert found.state == ("broken" if state == "broken" else "absent")
     assert "sglang" not in sys.modules
+
+
+@pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "mixtral-8x7b"])
+def test_what_has_no_place_in_sglang_depends_on_nothing_that_is_not_known(model, run, monkeypatch):
+    """How these models' experts hold their weights is not declared."""
+    monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
+    for engine, why in (("sglang", "layerfuse knows no place for it in SGLang's code yet"), ("vllm", "not known: how")):
+        kinds = json.loads(run("plan", model, "--engine", engine, "--target", "sm90", "--json").out)["kinds"]
+        rows = [each for kind in kinds for several in kind["sites"].values() for each in several]
+        found = [each for each in rows if each["fusion"] == "few_token_experts_group_quant"]
+        assert found and all(why in each["reason"] and each["decision"] == "not_applicable" for each in found), found

@@ -10,6 +10,16 @@ import sys
 
 import pytest
 
+LOADED = """
+import sys, torch
+from types import SimpleNamespace
+from layerfuse.engines.sglang import plugin, register
+register()
+arguments, config = SimpleNamespace(tp_size=8), SimpleNamespace(quantization=None)
+runner = SimpleNamespace(model=torch.nn.Linear(2, 2), server_args=arguments, model_config=config)
+plugin._at_load(lambda runner: None, runner)
+print([name for name in sys.modules if name.startswith(("layerfuse.fusion.catalog", "layerfuse.fusion.ops"))])
+"""
 CALLED = """
 import json, sys
 from layerfuse.engines.sglang import register
@@ -39,3 +49,10 @@ def test_else_it_waits_for_sglang_without_importing_it(asked: str | None) -> Non
     said = subprocess.run([sys.executable, "-c", CALLED], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(said.stdout) == ["layerfuse.engines.sglang.plugin"]
     assert not said.stderr
+
+
+def test_where_nothing_is_on_what_plans_is_not_imported() -> None:
+    """It takes longer than a start with nothing to do may."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LAYERFUSE_")}
+    said = subprocess.run([sys.executable, "-c", LOADED], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
