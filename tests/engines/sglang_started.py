@@ -2,7 +2,8 @@
 
     python sglang_started.py FOLDER
 
-The folder gets a tiny Llama; the last line is JSON: the tokens of the engine, and those of transformers for the same prompts.
+The folder gets a tiny Llama; the last line is JSON: the tokens of the engine, those behind what its radix cache holds of the same prompts and how many it held, and those of
+transformers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9]]
 NEW = 8
+CHUNK = 4
+"""Tokens of a step of prompts: the first prompt takes two."""
 
 
 def made(folder: str) -> list[list[int]]:
@@ -52,16 +55,18 @@ def main(folder: str) -> dict[str, Any]:
         attention_backend="torch_native",
         sampling_backend="pytorch",
         grammar_backend="none",
-        disable_radix_cache=True,
+        chunked_prefill_size=CHUNK,
         max_total_tokens=512,
         max_running_requests=4,
         skip_tokenizer_init=True,
         log_level="info",
     )
     sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
-    found = [answer["output_ids"] for answer in engine.generate(input_ids=PROMPTS, sampling_params=sampling)]
+    first, again = (engine.generate(input_ids=PROMPTS, sampling_params=sampling) for _ in range(2))
     engine.shutdown()
-    return {"found": found, "expected": expected}
+    found, cached = ([answer["output_ids"] for answer in several] for several in (first, again))
+    held = [[answer["meta_info"]["cached_tokens"] for answer in several] for several in (first, again)]
+    return {"found": found, "cached": cached, "held": held, "expected": expected}
 
 
 if __name__ == "__main__":

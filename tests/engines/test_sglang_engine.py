@@ -45,6 +45,14 @@ def test_it_says_what_transformers_says(engine: Any) -> None:
     assert tokens["found"] == tokens["expected"]
 
 
+def test_chunks_of_prompts_and_what_the_radix_cache_holds_say_the_same(engine: Any) -> None:
+    """The first prompt is longer than a step of prompts; the second time SGLang computes what it does not hold."""
+    tokens, log, _ = engine
+    assert tokens["held"][0] == [0, 0] and min(tokens["held"][1]) > 0
+    assert tokens["cached"] == tokens["expected"]
+    assert any("#new-token: 4," in line and "#cached-token: 0" in line for line in log.splitlines()), "a chunk of four"
+
+
 def test_its_log_says_that_every_norm_with_an_add_was_one_call_on_every_rank(engine: Any) -> None:
     _, log, _ = engine
     lines, page = [line.strip() for line in log.splitlines()], shown("docs/sglang.md", "2 ranks")
