@@ -76,9 +76,12 @@ def test_without_a_name_it_is_every_form_of_every_fusion_that_has_a_site(type_in
     code, out, err = type_in(*options)
     assert code == 0
     left_out = [line.split(" where ")[1].split()[0] for line in err.splitlines() if line.startswith("left out: ")]
-    measured = [one["case"]["op"] for one in json.loads(out)]
+    cases = [one["case"] for one in json.loads(out)]
+    measured = [case["op"] for case in cases]
     assert sorted(measured + left_out) == sorted(form.op.name for _, form in (forms() | forms_over_ranks()).values())
     assert "add_rms_norm_pad" in measured and "gated_rms_norm_static_quant" in measured
+    # Processes are started for what begins with an all-reduce alone.
+    assert all(case["ranks"] == (2 if case["op"].startswith("all_reduce") else 1) for case in cases)
 
 
 def test_the_list_holds_the_catalog_whoever_declares_it(type_in, another):

@@ -210,16 +210,6 @@ def type_in(capsys, tmp_path, monkeypatch):
     return run
 
 
-def test_the_command_starts_processes_for_what_starts_with_an_all_reduce_alone(type_in):
-    names = ["add_rms_norm", FORM]
-    code, out, _ = type_in(*names, "--widths", "256", "--tokens", "1", "--ranks", "2", "--peers", OURS)
-    assert code == 0
-    alone, together = (Result.from_dict(one) for one in json.loads(out))
-    assert [(one.case.op, one.case.ranks, one.ours) for one in (alone, together)] == [
-        *[("add_rms_norm", 1, OURS), (FORM, 2, OURS)],
-    ]
-
-
 def test_the_command_refuses_ranks_where_nothing_starts_with_an_all_reduce(type_in):
     code, out, err = type_in("add_rms_norm", "--ranks", "2")
     assert (code, out) == (2, "")

@@ -318,7 +318,7 @@ def test_in_graphs_of_pieces_each_step_launches_the_same_and_decodes_as_vllm_doe
 def test_a_step_beyond_graphs_calls_no_more_functions_than_vllms(tmp_path: Path) -> None:
     """The host's time of a prompt is that of Python: nothing in front of an attention may cost more of it."""
     found, short = [], {"captured": 4, "overrides": TWO_LAYERS["deepseek-v3"]}
-    for fusions in (None, "mla_decode", "mla_decode,add_rms_norm"):
+    for fusions in (None, "mla_decode,add_rms_norm"):
         on = fusions and {"fusions": fusions, "strict": True}
         with paged("deepseek-v3", tmp_path / str(fusions), layerfuse=on or False, **short) as engine:
             for sequence, new in ((3, 3), (0, 20), (1, 20)):  # the first is looked at in the place of a profiling run
