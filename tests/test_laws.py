@@ -85,7 +85,10 @@ ALLOWED = {
     "fusion/match/calls.py": (2, "the ops of whichever library is loaded"),
     "fusion/ops/library.py": (1, "the ops that it has registered"),
     "fusion/uncompiled.py": (2, "functions, for the marks that torch.compiler.disable and decorators leave on them"),
-    "registry/entry_points.py": (1, "an installed package, for the folder of its metadata"),
+    "registry/entry_points.py": (
+        2,
+        "an installed package, for the folder of its metadata, and Python's finders of packages",
+    ),
     "registry/files.py": (4, "errors, a hint's name, and a parsed table whose kind has no yarn"),
     "registry/inspect.py": (3, "declared entries, by the names of their own fields"),
     "registry/kinds.py": (1, "a parsed table of epsilons, by its own field's name"),

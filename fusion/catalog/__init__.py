@@ -12,8 +12,7 @@ import pkgutil
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -21,6 +20,9 @@ from ...adapters.errors import FOREIGN, UnknownNameError, did_you_mean, said, sh
 from ...registry.entry_points import of_group
 from ..chain import COLLECTIVE, FAMILY, Fusion, FusionError
 from ..kernel_source import why_absent
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 GROUP = "layerfuse.fusions"
 """The group of entry points."""

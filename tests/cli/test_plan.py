@@ -83,7 +83,7 @@ def imported(run_python, *arguments, before="") -> list[str]:
         "from layerfuse.cli import main\n"
         f"try: main({['plan', *arguments]!r})\n"
         "except SystemExit: pass\n"
-        "print(*[m for m in ('torch', 'transformers', 'vllm', 'numpy', 'pydantic', 'layerfuse.engines') if m in sys.modules])"
+        "print(*[m for m in ('torch', 'transformers', 'vllm', 'numpy', 'pydantic', 'layerfuse.engines', 'importlib.metadata') if m in sys.modules])"
     )
     return run_python("-c", code).out.splitlines()[-1].split()
 
