@@ -102,10 +102,11 @@ _DECODE, _FP8_CACHE = {"decode": Arm(("mla_decode",))}, {"kv_cache_dtype": "fp8"
 _DRAFT = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 _BLOCKS_MLA = {
     **_BLOCKS,
+    "without_decode": Arm(("-mla_decode",)),
     "decode": Arm(("+mla_decode",)),
     "decode_deep_gemm": Arm(("+mla_decode",), way="deep_gemm"),
 }
-_INSTALLED_MLA = {"default": Arm(), "decode": Arm(("+mla_decode",))}
+_INSTALLED_MLA = {"default": Arm(), "without_decode": Arm(("-mla_decode",)), "decode": Arm(("+mla_decode",))}
 # Which fusion it is that moves numbers.
 _WITHOUT = {
     f"without_{name}": Arm((f"-{name}_group_quant",)) for name in ("silu_mul", "mla_dual_rms_norm", "add_rms_norm")

@@ -37,6 +37,7 @@ from layerfuse.engines.host import enter
 from layerfuse.engines.loading import NotFusedError
 from layerfuse.engines.options import Options
 from layerfuse.engines.vllm import loading, native_fusions
+from layerfuse.engines.vllm.decode_facts import WRAPPED, taking
 from layerfuse.engines.vllm.host import VLLM
 from layerfuse.engines.vllm.releases import BLOCKS_INSIDE, NEWEST, RELEASES
 from layerfuse.engines.vllm.switches import SHARED_IN_TURN
@@ -103,6 +104,9 @@ def loaded(folder: Path, tp: int, eager: bool, kernel: str | None) -> Iterator[t
             if each.vendor == "nvidia" and each.by_default and H100.arch in (each.archs or (H100.arch,)):
                 setattr(compilation.pass_config, each.switch, True)
         stack.enter_context(mock.patch.object(loading, "target_of", return_value=H100))
+        if name in WRAPPED:  # no CPU has the attention that it stands in front of
+            taken = mock.patch.object(loading, "with_placement", lambda decided, *_: (taking(decided), None))
+            stack.enter_context(taken)
         if not eager and BREAKABLE:
             listed = "default_breakable_cudagraph_architectures"
             stack.enter_context(mock.patch.object(configs, listed, return_value=BREAKABLE))
@@ -124,7 +128,8 @@ def beforehand(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str
     for kind in json.loads(capsys.readouterr().out)["kinds"]:
         for role, several in kind["sites"].items():
             for d in several:
-                found[role, d["fusion"], d["decision"], d["tokens"], _said(role, d["reason"])] += d["sites"]
+                kind = _kind(role, d["decision"])
+                found[role, d["fusion"], kind, d["tokens"], _said(role, d["reason"])] += d["sites"]
     return found
 
 
@@ -132,7 +137,7 @@ def when_loaded(model: Any, config: Any, options: Options) -> collections.Counte
     """The same of what is planned in the model's compiled module, or in its modules."""
     compiled_modules = list(loading.compiled_modules_of(config, model, options))
     return collections.Counter(
-        (site.role, d.fusion, d.kind, str(d.tokens), _said(site.role, d.reason))
+        (site.role, d.fusion, _kind(site.role, d.kind), str(d.tokens), _said(site.role, d.reason))
         for _, compiled in compiled_modules
         for site in compiled.plan.sites
         for d in compiled.plan.at(site.name)
@@ -143,6 +148,11 @@ def without_products(found: collections.Counter[Any]) -> tuple[collections.Count
     """The other roles, and how many linears take the fusion of block fp8. What multiplies experts here is no kernel of vLLM's GPUs."""
     others = collections.Counter({key: sites for key, sites in found.items() if key[0] not in PRODUCTS})
     return others, sum(sites for key, sites in found.items() if key[1:3] == (BLOCKS, "expected"))
+
+
+def _kind(role: str, kind: str) -> str:
+    """The decision. A decode step that is on by default and cannot stand is refused beforehand, and not planned in a loaded model, which has said why."""
+    return "refused" if (role, kind) == (DECODE, "not_applicable") else kind
 
 
 def _said(role: str, reason: str) -> str:

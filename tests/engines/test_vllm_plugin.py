@@ -260,7 +260,9 @@ def test_without_a_word_what_was_measured_faster_is_fused_on_hopper(
     ):
         assert close(engine(), engine.uncompiled())
     lines = said(caplog)
-    assert {line for line in lines if "expected" in line} == {
+    decode = [line for line in lines if "mla_decode leaves vLLM's MLA layers alone" in line]
+    assert len(decode) == (name == "deepseek-v3"), "on by default, and this attention's forward is a stand-in's"
+    assert {line for line in lines if "expected" in line and line not in decode} == {
         f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run"
         for fusion, sites in fused.items()
     }

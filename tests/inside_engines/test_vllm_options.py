@@ -58,11 +58,11 @@ def test_a_gpu_or_a_release_that_no_measurement_names_is_said() -> None:
         )
 
 
-def vllm_config(quantised: bool = False, ranks: int = 1, state: bool = False) -> Any:
+def vllm_config(quantised: bool = False, ranks: int = 1, state: bool = False, mla: bool = False) -> Any:
     return SimpleNamespace(
         quant_config=object() if quantised else None,
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-        model_config=SimpleNamespace(has_inner_state=state),
+        model_config=SimpleNamespace(has_inner_state=state, use_mla=mla),
     )
 
 
@@ -73,9 +73,10 @@ def vllm_config(quantised: bool = False, ranks: int = 1, state: bool = False) ->
         (vllm_config(quantised=True), False),
         (vllm_config(ranks=2), False),
         (vllm_config(state=True), False),
+        (vllm_config(mla=True), False),
         (SimpleNamespace(**{**vars(vllm_config()), "model_config": None}), False),
     ],
-    ids=["plain", "quantised", "two ranks", "delta nets", "a config that does not say it"],
+    ids=["plain", "quantised", "two ranks", "delta nets", "latents", "a config that does not say it"],
 )
 def test_on_hopper_a_model_in_which_nothing_can_be_found_is_not_planned(
     given: Any, nothing: bool, monkeypatch: pytest.MonkeyPatch
