@@ -224,7 +224,7 @@ def test_a_package_with_broken_entry_points_leaves_what_is_on_as_it_is(
     on = _nothing_on(Options(), vllm_config())
     info = tmp_path / "torn-1.0.dist-info"
     info.mkdir()
-    (info / "entry_points.txt").write_text("[console_scripts]\nno equals sign\n")
+    (info / "entry_points.txt").write_text("[layerfuse.fusions]\nno equals sign\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.warns(RuntimeWarning, match=r"a package without metadata in .*torn-1\.0\.dist-info cannot be read"):
         assert _nothing_on(Options(), vllm_config()) == on
