@@ -77,6 +77,7 @@ def test_a_rank_of_a_pipeline_without_it_has_no_final_spec(instead: object) -> N
     assert len(final_norms(model)) == 1
     before = registry.specs_in(model)
     model.model.norm = instead
+    assert final_norms(model) == []
     # The last layers are on another rank too.
     model.model.layers[-1] = module("engine.utils:PPMissingLayer")
     assert final_norms(model) == []

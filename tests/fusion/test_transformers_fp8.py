@@ -113,7 +113,9 @@ def reasons(
     ("made", "absorbed", "backend"),
     [
         (lambda: named("qwen3-8b"), 0, "reference"),
-        (llama, 0, "reference"),
+        pytest.param(
+            llama, 0, "reference", marks=pytest.mark.thorough
+        ),  # its graph is the next one's, its backend the last one's
         (llama, 0, "triton"),
         (lambda: named("deepseek-v3"), 2, "reference"),
     ],
