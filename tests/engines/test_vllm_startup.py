@@ -20,7 +20,7 @@ import vllm_startup as startup
     ],
 )
 def test_a_start_with_nothing_to_do_costs_less_than_50_ms(options: Any) -> None:
-    """DeepSeek-V3 in float32: on Hopper, as here, other models have fusions that are on by default."""
+    """Qwen3 in float32: on Hopper, as here, models with MLA, delta nets or quantised linears have fusions that are on by default."""
     seconds = [startup.in_a_process(call) for call in ("registering()", f"with_nothing_to_do({options!r}, 'sm90')")]
     assert sum(seconds) < 0.05, seconds
 

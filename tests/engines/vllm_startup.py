@@ -130,7 +130,7 @@ def with_nothing_to_do(options: Any, arch: str) -> float:
     from vllm_started import engine_config, in_engine, load
 
     with tempfile.TemporaryDirectory() as folder, timing() as timed:
-        config = engine_config("deepseek-v3", layerfuse=options)
+        config = engine_config("qwen3", layerfuse=options)
         here = mock.patch("layerfuse.engines.vllm.defaults.arch_here", return_value=arch)
         with in_engine(config, Path(folder)), here:
             load(config)()
