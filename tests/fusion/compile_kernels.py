@@ -153,9 +153,13 @@ if __name__ == "__main__":
                     found.append(built(target, op, (7168,), FEW, early=True))
                 continue
             widths = (1536, 512) if len(declared.widths) == 2 else (128,) if declared.rows[0].heads else (7168,)
-            # Else each op for a few rows on one target, in turn, and for many on the next.
+            # Else each op for a few rows on one target, in turn, and for many on the next; two for many on all, whose loads are looked at.
             for step, turn in ((FEW, place), (MANY, place + 1)):
-                if everything or turn % len(TARGETS) == number or (step == MANY and len(widths) == 2):
+                if (
+                    everything
+                    or turn % len(TARGETS) == number
+                    or (step == MANY and op in (f"{dual}_per_token_quant", group))
+                ):
                     found.append(built(target, op, widths, step))
         found += [built(target, dual, (1000, 384), MANY), built(target, group, (2304, 512), MANY)]
         found.append(built(target, "add_rms_norm", (128,), MANY))
