@@ -19,10 +19,10 @@ COLOURS = {"1": "#1b6ca8", "8": "#3aa17e", "64": "#c8842a", "256": "#8e5ea2"}
 def named(row: Measurement) -> str:
     """What a row is of: the model, and what was on in it."""
     ranks = "" if row.ranks == 1 else f", {row.ranks} GPUs"
-    linears = "" if row.linears is None else f", {row.linears}"
+    linears = "" if row.linears is None else f"{row.linears}, "
     on = dict.fromkeys(re.sub("_(group|per_token|static)_quant$", "", name) for name in row.fusions)
     quant = " to fp8" if any(name.endswith("_quant") for name in row.fusions) else ""
-    return f"{row.model}{linears}{ranks}\n{_short(list(on))}{quant} ({row.device.split()[1]})"
+    return f"{row.model}{ranks}\n{_short(list(on))}{quant} ({linears}{row.device.split()[1]})"
 
 
 def _short(names: list[str]) -> str:
@@ -48,11 +48,9 @@ def main() -> None:
         figure.supxlabel(f"times faster per decode step, in vLLM {newest.removesuffix('.0')}", fontsize=9)
         seen = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         handles = {f"batch {batch}": seen[f"batch {batch}"] for batch in COLOURS}
-        axes.legend(
-            handles.values(), handles.keys(), loc="lower center", bbox_to_anchor=(0.2, 1), ncols=4, frameon=False
-        )
+        figure.legend(handles.values(), handles.keys(), loc="upper center", ncols=4, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.tight_layout()
+        figure.tight_layout(rect=(0, 0, 1, 0.96))
         figure.savefig(OUT, format="svg", metadata={"Date": None}, facecolor="white")
 
 
