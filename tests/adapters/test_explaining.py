@@ -70,6 +70,9 @@ def test_what_is_printed_says_field_value_and_place() -> None:
     assert rows["kv_norm.epsilon"] == ["1e-06", "kv_a_layernorm.variance_epsilon"]
     assert rows["q_norm"] == ["None", "q_lora_rank is None"]
     assert rows["parallel.size"] == ["2", "num_heads / num_local_heads"]
+    # Places stand under each other, two columns behind the longest value.
+    starts = {len(line) - len(rows[line.split()[0]][1]) for line in lines[1:]}
+    assert starts == {6 + max(map(len, rows)) + max(len(value) for value, _ in rows.values())}
 
 
 def test_the_place_is_the_one_that_answered_and_not_the_first_that_was_asked() -> None:
