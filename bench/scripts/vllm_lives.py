@@ -2,7 +2,7 @@
 
     python bench/scripts/vllm_lives.py --out DIR
 
-A small DeepSeek-V3 with random weights, one GPU, vLLM as it is installed, by default with `mla_decode` on top of what is on. Engines start beside
+A small DeepSeek-V3 with random weights, one GPU, vLLM as it is installed, with layerfuse and no option (`mla_decode` is on then). Engines start beside
 each other: one that sleeps (level 1) and wakes, and then has a second one of other weights beside it in its process; that second one alone; one of
 vLLM alone. Then the first again, from the cache that it left. Greedy tokens of 22 texts have to be the same. How many are vLLM's own is said and
 not asked for, as two of rounded numbers may be alike.
@@ -147,7 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True, help="a folder for what was found, and logs")
     parser.add_argument("--limit", type=float, default=240, help="seconds")
-    parser.add_argument("--fusions", default="+mla_decode", help="of layerfuse's option; empty: no option")
+    parser.add_argument("--fusions", default="", help="of layerfuse's option; empty: no option")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

@@ -103,10 +103,9 @@ _DRAFT = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 _BLOCKS_MLA = {
     **_BLOCKS,
     "without_decode": Arm(("-mla_decode",)),
-    "decode": Arm(("+mla_decode",)),
-    "decode_deep_gemm": Arm(("+mla_decode",), way="deep_gemm"),
+    "without_decode_deep_gemm": Arm(("-mla_decode",), way="deep_gemm"),
 }
-_INSTALLED_MLA = {"default": Arm(), "without_decode": Arm(("-mla_decode",)), "decode": Arm(("+mla_decode",))}
+_INSTALLED_MLA = {"default": Arm(), "without_decode": Arm(("-mla_decode",))}
 # Which fusion it is that moves numbers.
 _WITHOUT = {
     f"without_{name}": Arm((f"-{name}_group_quant",)) for name in ("silu_mul", "mla_dual_rms_norm", "add_rms_norm")
@@ -159,7 +158,7 @@ STAGES = {
     "deepseek-v3-dp-mixture": Stage("deepseek-v3-dp-mixture", _BLOCKS_MLA, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=2 << 30, needs=230),
     "qwen3-32b-fp8": Stage("qwen3-32b-fp8", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=6 << 30),
     "qwen3-32b-fp8-rank4": Stage("qwen3-32b-fp8-rank4", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED),
-    "kimi-k2.5-rank8-mixture": Stage("kimi-k2.5-rank8-mixture", {"default": Arm(), **_DECODE}, engine=_UNTRIED, needs=100),
+    "kimi-k2.5-rank8-mixture": Stage("kimi-k2.5-rank8-mixture", _INSTALLED_MLA, engine=_UNTRIED, needs=100),
     "llama-70b-w8a8-rank4": Stage("llama-70b-w8a8-rank4", {"default": Arm(), "quantised": _PER_TOKEN, "linears": _LINEARS}, _UNFUSED | _KERNELS, engine=_UNTRIED, needs=100),
     "gpt-oss-120b": Stage("gpt-oss-120b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",))}, _KERNELS),
     "qwen3-4b": Stage("qwen3-4b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",)), "linears": _LINEARS}, _KERNELS, cache=8 << 30),
@@ -184,7 +183,7 @@ STAGES = {
     # The same with a token drafted, and with caches in fp8.
     "deepseek-v3-rank8-dense-draft": Stage("deepseek-v3-rank8-dense", _INSTALLED_MLA, variables=_SKIP, engine=_UNTRIED | _DRAFT, needs=230),
     "deepseek-v3-rank8-dense-fp8-cache": Stage("deepseek-v3-rank8-dense", _INSTALLED_MLA, variables=_SKIP, engine=_UNTRIED | _FP8_CACHE, needs=230),
-    "kimi-k2.5-rank8-mixture-fp8-cache": Stage("kimi-k2.5-rank8-mixture", {"default": Arm(), **_DECODE}, engine=_UNTRIED | _FP8_CACHE, needs=100),
+    "kimi-k2.5-rank8-mixture-fp8-cache": Stage("kimi-k2.5-rank8-mixture", _INSTALLED_MLA, engine=_UNTRIED | _FP8_CACHE, needs=100),
     # Attention alone.
     "mla16": Stage("mla-16", _DECODE, _KERNELS),
     "mla128": Stage("mla-128", _DECODE, _KERNELS),
