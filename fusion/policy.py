@@ -209,7 +209,8 @@ class Policy:
         """The measurement that turns a fusion on in an engine at such a site, or None.
 
         Of several it is not one of layers of another kind, a `mixture` or not, if it can be helped; of these it is the one with the fewest
-        fusions that are `foreign` to the model, as it has no site for them; of these one of layers of this kind alone; of these the first.
+        fusions that are `foreign` to the model, as it has no site for them; of these one of layers of this kind alone; of these one of linears that
+        quantise as these do, or not; of these the first.
         """
         there = (
             each
@@ -226,6 +227,7 @@ class Policy:
                 each.mixtures is (not mixture),
                 sum(map(foreign, each.fusions)),
                 each.mixtures is not mixture,
+                (each.linears is None) is not (quant is None),
             ),
             default=None,
         )
