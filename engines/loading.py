@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import nn
 
 from ..adapters.errors import LayerfuseError
 from ..adapters.specs import AnySpec
 from ..fusion.rewrite.attribution import join
 from ..fusion.sites import Site, linear_sites, stack_of
-from ..fusion.target import Target
 from .compiled_module import say_unfound, unfound_lines
 from .process import of_each_class, once
 
@@ -68,14 +66,3 @@ def linears_left(specs: Sequence[tuple[str, AnySpec]], why_left: Callable[[str, 
         if why is not None:
             found[path] = why
     return found
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Where a module's first parameter is."""
-    first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
-
-
-def target_of(module: nn.Module) -> Target:
-    """What a module runs on."""
-    return Target.named("cpu") if device_of(module).type == "cpu" else Target.detect()

@@ -121,9 +121,9 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _arch_of(runner: Any) -> str:
-    from ...fusion.target import Target
+    from ..devices import target_of
 
-    return Target.detect().arch if next(runner.model.parameters()).is_cuda else "cpu"
+    return target_of(runner.model).arch
 
 
 def _nothing_on(runner: Any) -> bool:
@@ -143,7 +143,9 @@ def _say_where_defaults_come_from(runner: Any) -> None:
 
     from ..defaults import measured_elsewhere
 
-    said = measured_elsewhere("sglang", _arch_of(runner), torch.cuda.get_device_name(), SGLANG.version())
+    arch = _arch_of(runner)
+    device = "a CPU" if arch == "cpu" else torch.cuda.get_device_name()
+    said = measured_elsewhere("sglang", arch, device, SGLANG.version())
     if said is not None:
         once(logging.INFO, "layerfuse: %s", said)
 

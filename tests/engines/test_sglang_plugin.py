@@ -10,6 +10,7 @@ import datetime
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ import pytest
 pytest.importorskip("sglang_layers")
 from sglang_layers import build_model, build_of  # isort: skip  (before sglang)
 import torch
+from helpers import outside_package
 from sglang.kernels import fused_op
 from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
 from sglang.srt.layers import layernorm
@@ -41,6 +43,7 @@ from layerfuse.engines.sglang.loading import compiled_module_of
 from layerfuse.engines.sglang.seams import SEAMS
 from layerfuse.engines.standing import Standing, at_first_call
 from layerfuse.fusion.backends import counting
+from layerfuse.fusion.catalog import FUSIONS
 from layerfuse.fusion.config import FusionConfigError
 from layerfuse.fusion.policy import Measurement, Policy
 
@@ -362,7 +365,7 @@ def test_a_fusion_that_has_no_place_is_named(log: pytest.LogCaptureFixture, monk
 def measured(*fusions: str, **said: Any) -> Measurement:
     row = {
         "release": "0.5.23",
-        "device": "a GPU",
+        "device": "a CPU",
         "arch": "cpu",
         "model": "a model",
         "decode": {"8": (1.06, 1.05, 1.07)},
@@ -394,8 +397,7 @@ def loaded(quantization: str | None = None, **arguments: Any) -> nn.Module:
 
 def test_what_was_measured_faster_is_on_without_a_word(policy: Any, log: pytest.LogCaptureFixture) -> None:
     policy(measured(ADD))
-    with mock.patch("torch.cuda.get_device_name", return_value="a GPU"):
-        model = loaded()
+    model = loaded()
     assert [called(model.get_submodule(path), *rows())[1] for path in (FIRST, SECOND)] == [1, 1]
     assert said(log) == []
 
@@ -424,13 +426,30 @@ def test_where_no_measurement_holds_nothing_is_on_and_one_line_says_so(
 
 
 def test_where_it_was_measured_is_said_where_that_was_elsewhere(policy: Any, log: pytest.LogCaptureFixture) -> None:
-    policy(measured(ADD))
+    policy(measured(ADD, device="another CPU"))
+    loaded()
+    assert said(log) == [
+        "layerfuse: what is on by default here is what was measured faster with SGLang 0.5.23 on another CPU; SGLang "
+        f"{SGLANG.version()} on a CPU was not measured"
+    ]
+
+
+def test_a_gpu_is_said_by_its_name(policy: Any, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy(measured(ADD, arch="sm90", device="a GPU"))
+    monkeypatch.setattr(plugin, "_arch_of", lambda _: "sm90")
     with mock.patch("torch.cuda.get_device_name", return_value="another GPU"):
         loaded()
-    assert said(log) == [
-        "layerfuse: what is on by default here is what was measured faster with SGLang 0.5.23 on a GPU; SGLang "
-        f"{SGLANG.version()} on another GPU was not measured"
-    ]
+    assert f"SGLang 0.5.23 on a GPU; SGLang {SGLANG.version()} on another GPU was not measured" in said(log)[0]
+
+
+def test_fusions_of_another_package_are_planned_for_on_a_cpu_too(
+    policy: Any, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    policy()
+    assert ADD in FUSIONS, "read before the package is there"
+    monkeypatch.syspath_prepend(outside_package(tmp_path, 1.0))
+    loaded()
+    assert said(log) == ["layerfuse: nothing is fused in LlamaForCausalLM: no site of it has a fusion that is on"]
 
 
 def test_a_default_that_has_no_site_stops_no_strict_engine(
@@ -438,16 +457,14 @@ def test_a_default_that_has_no_site_stops_no_strict_engine(
 ) -> None:
     monkeypatch.setenv("LAYERFUSE_STRICT", "1")
     policy(measured("mla_dual_rms_norm"))
-    with mock.patch("torch.cuda.get_device_name", return_value="a GPU"):
-        loaded()
+    loaded()
     assert said(log) == ["layerfuse: nothing is fused in LlamaForCausalLM: no site of it has a fusion that is on"]
 
 
 def test_switched_off_nothing_is_on_whatever_was_measured(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     policy(measured(ADD))
     monkeypatch.setenv("LAYERFUSE_FUSIONS", f"-{ADD}")
-    with mock.patch("torch.cuda.get_device_name", return_value="a GPU"):
-        assert called(loaded().get_submodule(FIRST), *rows())[1] == 0
+    assert called(loaded().get_submodule(FIRST), *rows())[1] == 0
 
 
 # ---- the hook

@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from helpers import outside_package, run_python
 
 LOADED = """
 import sys, torch
@@ -56,3 +58,11 @@ def test_where_nothing_is_on_what_plans_is_not_imported() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LAYERFUSE_")}
     said = subprocess.run([sys.executable, "-c", LOADED], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"
+
+
+def test_beside_a_package_with_fusions_a_model_on_a_cpu_is_told_where_defaults_come_from(tmp_path: Path) -> None:
+    """Without a GPU that has a name, and of a model that has no parameters."""
+    code = LOADED.replace("Linear(2, 2)", "Identity()").partition("plugin._at_load")[0]
+    code += "print(plugin._nothing_on(runner), plugin._say_where_defaults_come_from(runner))"
+    said = run_python(code, outside_package(tmp_path, 1.0), LAYERFUSE_FUSIONS="")
+    assert (said.stdout, said.stderr) == ("False None\n", "")
