@@ -80,8 +80,8 @@ class Options:
         """The same for plans.
 
         Raises:
-            FusionConfigError: a fusion that does not exist, one that is both on and off, there or by `few_token_linears`, or an
-                unknown level.
+            FusionConfigError: a fusion that does not exist, one that is both on and off, there or by `few_token_linears`, names with a
+                sign beside names without, or an unknown level.
         """
         from ..fusion.config import FusionConfig, FusionConfigError
 

@@ -6,7 +6,7 @@ The environment variable `LAYERFUSE_FUSIONS` says the same in one line: `none`, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from attrs import asdict, field, frozen
@@ -66,15 +66,15 @@ def _known(name: str, where: str) -> str:
     return name
 
 
-def check_signs(words: Iterable[str], origin: str) -> None:
-    """Check that no name of a line is both switched on and off.
+def check_signs(words: Sequence[str], origin: str) -> None:
+    """Check that no name of a line is both switched on and off, and that all names have a sign or none has.
 
     Args:
         words: of the line, none of them empty.
         origin: where it was said.
 
     Raises:
-        FusionConfigError: one is.
+        FusionConfigError: one is, or some names have a sign and others none.
     """
     signs: dict[str, set[bool]] = {}
     for word in words:
@@ -82,6 +82,14 @@ def check_signs(words: Iterable[str], origin: str) -> None:
     both = next((name for name, said in signs.items() if len(said) > 1), None)
     if both is not None:
         raise FusionConfigError(f"{origin}: {shown(both)} is both switched on and switched off")
+    bare = [word for word in words if word[0] not in "+-"]
+    if bare and len(bare) < len(words):
+        beside = ",".join(dict.fromkeys(word if word[0] in "+-" else f"+{word}" for word in words))
+        alone = ",".join(dict.fromkeys(word.lstrip("+") for word in words if word[0] != "-"))
+        raise FusionConfigError(
+            f"{origin}: names without a sign are all that is on, and those with one are on or off beside what is on by default, so that they "
+            f"do not go together: write {beside!r} to change what is on by default, or {alone!r} for nothing else"
+        )
 
 
 def _is_pairs(value: object) -> bool:
@@ -96,7 +104,7 @@ def _switches(value: Mapping[str, bool] | tuple[tuple[str, bool], ...]) -> tuple
     if not _is_pairs(value):
         raise FusionConfigError(
             f"FusionConfig.switches: expected a mapping from fusions to True or False, got {shown(value)}; "
-            "FusionConfig.parse takes a line such as 'add_rms_norm,-mla_dual_rms_norm'"
+            "FusionConfig.parse takes a line such as '+add_rms_norm,-mla_dual_rms_norm'"
         )
     pairs = dict(value)
     for name, on in pairs.items():
@@ -204,10 +212,10 @@ class FusionConfig:
     def parse(cls, text: str, *, origin: str = "FusionConfig.parse", strict: bool = False) -> FusionConfig:
         """The config that a line such as `none`, `all`, `mla_dual_rms_norm` or `-mla_dual_rms_norm` asks for.
 
-        Names alone are all that is on. Those with a plus or a minus are on or off beside what is on by default.
+        Names alone are all that is on. Those with a plus or a minus are on or off beside what is on by default. A line has one sort of them.
 
         Raises:
-            FusionConfigError: a fusion that does not exist, or one that is both switched on and off.
+            FusionConfigError: a fusion that does not exist, one that is both switched on and off, or names with a sign beside names without.
         """
         if not isinstance(text, str):
             raise ArgumentError(
@@ -233,9 +241,9 @@ class FusionConfig:
             )
         names = {word: _known(word[1:] if word[0] in "+-" else word, origin) for word in words}
         check_signs(words, origin)
-        wanted = [name for word, name in names.items() if word == name]
-        switches = {name: name in wanted for name in FUSIONS} if wanted else {}
-        switches |= {name: word[0] == "+" for word, name in names.items() if word != name}
+        switches = {name: word[0] != "-" for word, name in names.items()}
+        if words and words[0] in switches:  # without a sign, as all others then
+            switches = dict.fromkeys(FUSIONS, False) | switches
         return cls(switches=switches, origin=origin, strict=strict)
 
     def why_off(

@@ -69,7 +69,7 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
         with suppress(ImportError):  # without torch there is no backend to know
             check_backend()
     except FusionConfigError:
-        return "broken", f"{wrong} LAYERFUSE_FUSIONS={asked}, which names no fusion (below)"
+        return "broken", f"{wrong} LAYERFUSE_FUSIONS={asked}, which is refused (below)"
     except BackendError:
         return "broken", f"{wrong} {BACKEND}={os.environ[BACKEND]}, which no op has (below)"
     would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else in_words("vllm") or "no fusion is on by default"

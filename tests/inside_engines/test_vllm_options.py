@@ -166,6 +166,36 @@ def test_what_is_wrong_with_known_names_has_nothing_to_do_with_others(line: str)
         options_in({"layerfuse": {"fusions": line}})
 
 
+@pytest.mark.parametrize(
+    ("line", "beside", "alone"),
+    [
+        ("-mla_decode,add_rms_norm", "-mla_decode,+add_rms_norm", "add_rms_norm"),
+        (
+            "+add_rms_norm, rms_norm_group_quant",
+            "+add_rms_norm,+rms_norm_group_quant",
+            "add_rms_norm,rms_norm_group_quant",
+        ),
+        (
+            "gated_rms_norm,mla_decode,-add_rms_norm",
+            "+gated_rms_norm,+mla_decode,-add_rms_norm",
+            "gated_rms_norm,mla_decode",
+        ),
+    ],
+)
+def test_names_with_a_sign_and_names_without_do_not_go_together(
+    line: str, beside: str, alone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = f"={re.escape(line)}: names without a sign are all that is on, .* write '{re.escape(beside)}' to .*, or '{alone}' for nothing else$"
+    for given in (line, line.split(",")):
+        with pytest.raises(FusionConfigError, match=rf"^additional_config\['layerfuse'\]: fusions{said}"):
+            options_in({"layerfuse": {"fusions": given}})
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", line)
+    with pytest.raises(FusionConfigError, match=f"^LAYERFUSE_FUSIONS{said}"):
+        options_in({})
+    for good in (beside, alone):
+        assert config({"fusions": good}).switches
+
+
 @pytest.mark.parametrize("options", [{}, {"fusions": "all"}, {"strict": True}, {"level": 0}])
 def test_a_backend_that_does_not_exist_is_an_error_at_once(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -234,8 +264,8 @@ def test_a_package_with_broken_entry_points_leaves_what_is_on_as_it_is(
     ("line", "on"),
     [
         ("mla_decode", True),
-        ("add_rms_norm,-mla_decode", False),
-        ("-gated_rms_norm,mla_decode", True),
+        ("+add_rms_norm,-mla_decode", False),
+        ("-gated_rms_norm,+mla_decode", True),
         ("+mla_decode", True),
         ("add_rms_norm", False),
         ("all", None),
