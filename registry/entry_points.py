@@ -46,6 +46,8 @@ def _are_named(groups: tuple[str, ...]) -> bool:
     """
     if any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder):
         return True
+    if any(not isinstance(folder, str) or folder.lower().endswith(".egg") for folder in sys.path):
+        return True
     wanted = [group.encode() for group in groups]
     for folder in dict.fromkeys(sys.path):
         try:
@@ -55,9 +57,7 @@ def _are_named(groups: tuple[str, ...]) -> bool:
         except OSError:  # an archive
             return True
         for name in names:
-            if name.endswith(".egg"):
-                return True
-            if name.endswith((".dist-info", ".egg-info")):
+            if name.lower().endswith((".dist-info", ".egg-info")):
                 try:
                     with open(os.path.join(folder, name, "entry_points.txt"), "rb") as file:
                         text = file.read()
@@ -95,7 +95,8 @@ def _by_package() -> Iterator[tuple[str, metadata.EntryPoints | str]]:
     from importlib import metadata
 
     seen = set()
-    for dist in metadata.distributions():
+    folders = [each for each in sys.path if isinstance(each, str | os.PathLike)]  # it raises an error of anything else
+    for dist in metadata.distributions(path=folders):
         name = package_of(dist)
         plain = re.sub(r"[-_.]+", "-", name).lower()
         if name != NAMELESS and plain in seen:  # Python imports the first that stands on its path
