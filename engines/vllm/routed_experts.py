@@ -69,7 +69,7 @@ def put_in(compiled: CompiledModule, module: nn.Module) -> None:
             few = tokens_of(site.experts)
             found = Experts(experts=experts, rounds=native_rounds(), stood=stood, few=few, untouched=compiled.untouched)
             experts.apply = MethodType(found, experts)
-            _follow(method, found, compiled.config)
+            _follow(method, found, compiled.config, compiled.strict)
         standing[site.name] = found
     if standing:
         counts = {name: each.ran for name, each in standing.items()}
@@ -123,17 +123,25 @@ def _experts_in(module: nn.Module) -> Iterator[tuple[Any, Any]]:
     yield from found.values()
 
 
-def _follow(method: Any, found: Experts, vllm_config: Any) -> None:
-    """Stand in each object too that vLLM makes in the place of this one, as it does where weights are loaded again (`reload_weights`)."""
+def _follow(method: Any, found: Experts, vllm_config: Any, strict: bool) -> None:
+    """Stand in each object too that vLLM makes in the place of this one, as it does where weights are loaded again (`reload_weights`).
+
+    Whatever goes wrong leaves the layer to vLLM, and in `strict` is raised.
+    """
     made: Callable[[nn.Module], None] = method.process_weights_after_loading
 
     def process_weights_after_loading(layer: nn.Module) -> None:
         made(layer)
-        problem = why_not(vllm_config, layer)
-        if problem is None:
-            ((_, experts),) = _experts_in(layer)
-            found.move_to(experts)
-        elif found.why_not is None:
+        try:
+            problem = why_not(vllm_config, layer)
+            if problem is None:
+                ((_, experts),) = _experts_in(layer)
+                found.move_to(experts)
+        except Exception as error:  # of anybody's: vLLM loads on
+            if strict:
+                raise
+            problem = f"looking at them raised {type(error).__name__}: {error}"
+        if problem is not None and found.why_not is None:
             found._leave(f"its weights were loaded again, and {problem}")
 
     method.process_weights_after_loading = process_weights_after_loading

@@ -155,7 +155,7 @@ def why_not(experts: Any, config: Any = CONFIG) -> str | None:
     return routed_experts.why_not(config, model_of(experts))
 
 
-def put_in(*several: Any, columns: int | None = None, untouched: range = range(0)) -> Any:
+def put_in(*several: Any, columns: int | None = None, untouched: range = range(0), strict: bool = False) -> Any:
     """A compiled module whose plan expects these experts to be layerfuse's, which is done."""
     model = model_of(*several)
     assert all(routed_experts.why_not(CONFIG, layer) is None for layer in model)
@@ -165,7 +165,11 @@ def put_in(*several: Any, columns: int | None = None, untouched: range = range(0
     }
     expected = tuple(SimpleNamespace(site=name) for name in sites)
     compiled = SimpleNamespace(
-        plan=SimpleNamespace(site=sites, expected=lambda _: expected), placements={}, untouched=untouched, config=CONFIG
+        plan=SimpleNamespace(site=sites, expected=lambda _: expected),
+        placements={},
+        untouched=untouched,
+        config=CONFIG,
+        strict=strict,
     )
     routed_experts.put_in(compiled, model)
     compiled.model = model
@@ -403,6 +407,30 @@ def test_weights_that_are_loaded_again_in_another_form_are_vllms(
     (said,) = [each.getMessage() for each in caplog.records if "from now on" in each.getMessage()]
     assert said == routed_experts.GONE % compiled.placements[ROUTED].standing["0:experts"].why_not
     assert "its weights were loaded again, and its experts are not in fp8 with scales" in said
+
+
+@pytest.mark.parametrize("step", ["_fits", "_experts_in", "native_methods"])
+def test_what_goes_wrong_where_weights_are_loaded_again_leaves_the_layer_to_vllm_and_stops_where_it_is_strict(
+    step: str, vllms: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, strict = put_in(first := experts_of()), put_in(experts_of(), strict=True)
+    called(first, 40)
+    monkeypatch.setattr(routed_experts, step, mock.Mock(side_effect=AttributeError("no such field")))
+    again = loaded_again(compiled)
+    vllms.clear()
+    assert called(again, 2) == 0 and vllms == [2] and taken(compiled) == 0
+    (said,) = [each.getMessage() for each in caplog.records if "from now on" in each.getMessage()]
+    assert said.endswith("its weights were loaded again, and looking at them raised AttributeError: no such field")
+    with pytest.raises(AttributeError, match="no such field"):
+        loaded_again(strict)
+
+
+def test_an_object_that_cannot_be_stood_in_is_vllms(vllms: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = put_in(first := experts_of())
+    called(first, 40)
+    monkeypatch.setattr(routed_experts.Experts, "move_to", mock.Mock(side_effect=RuntimeError("no room")))
+    again = loaded_again(compiled)
+    assert "apply" not in vars(again) and taken(compiled) == 0
 
 
 def test_vllm_makes_its_objects_where_weights_are_processed() -> None:

@@ -77,6 +77,7 @@ def test_one_whose_file_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_where_no_package_names_the_group_nothing_else_is_asked(tmp_path: Path) -> None:
     sys.path += [str(package(tmp_path)), str(tmp_path / "nowhere")]
     (tmp_path / "flat-1.0.egg-info").write_text("Name: flat\n")
+    (tmp_path / "none-1.0.dist-info").mkdir()
     with mock.patch.object(metadata, "entry_points", return_value=[]) as asked:
         assert entry_points("layerfuse.other") == []
         asked.assert_not_called()
