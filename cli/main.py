@@ -16,6 +16,7 @@ TRACEBACK = "LAYERFUSE_TRACEBACK"
 WRONG_QUESTIONS = frozenset(
     {
         "ActivationQuantError",
+        "BackendError",
         "BenchError",
         "FusionConfigError",
         "NoConfigError",

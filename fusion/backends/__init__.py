@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -236,13 +236,16 @@ def wanted_for(op: str) -> str | None:
     return None
 
 
-def check_forced() -> None:
+def check_forced(declared: Iterable[str] = ()) -> None:
     """Check that some op has the backend that is forced.
+
+    Args:
+        declared: further names, for a process without torch, in which no op is registered.
 
     Raises:
         BackendError: none has; the message names those that there are.
     """
-    wanted, known = forced(), _known()
+    wanted, known = forced(), sorted({*_known(), *declared})
     if wanted is not None and wanted not in known:
         raise BackendError(
             f"{ENVIRONMENT}={cut(wanted)}: no op has a backend called {shown(wanted)}{did_you_mean(wanted, known) or '.'} "

@@ -184,12 +184,13 @@ def test_check_of_a_file_without_models(run, tmp_path):
     file = tmp_path / "empty.toml"
     file.write_text("", encoding="utf-8")
     answer = run("check", file)
-    assert (answer.code, answer.out) == (0, f"{file}: declares no models\n")
+    said = f"{file}: declares no models; expected a table [models.<name>] @ $\n"
+    assert (answer.code, answer.out) == (1, said)
     wrong = tmp_path / "wrong.toml"
     wrong.write_text("x = 1", encoding="utf-8")
     answer = run("check", file, wrong)
     assert answer.code == 1
-    assert f"{wrong}: unknown table 'x'" in answer.out and f"{file}: declares no models\n" in answer.out
+    assert f"{wrong}: unknown table 'x'" in answer.out and said in answer.out
 
 
 @pytest.mark.parametrize("columns", ["20", "40", "60", "80"])

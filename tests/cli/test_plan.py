@@ -250,6 +250,18 @@ def test_switching_a_fusion_off_shows_as_the_reason(run, monkeypatch):
     assert run("plan", "deepseek-v3").code == 2
 
 
+@pytest.mark.parametrize("asked", [("deepseek-v3",), ("deepseek-v3", "--engine", "sglang"), ("--all-tp",)])
+def test_a_backend_that_does_not_exist_has_no_plan(run, run_python, monkeypatch, asked):
+    monkeypatch.setenv("LAYERFUSE_BACKEND", "trition")
+    said = "LAYERFUSE_BACKEND=trition: no op has a backend called 'trition'; did you mean 'triton'? Known: aiter, reference, symm_mem, triton."
+    assert run("plan", *asked).code == 2
+    alone = run_python("-m", "layerfuse", "plan", *asked)  # no torch, and so no op, was imported there
+    assert (alone.code, alone.out, alone.err) == (2, "", f"layerfuse: {said}\n")
+    for name in ("reference", "symm_mem", ""):
+        monkeypatch.setenv("LAYERFUSE_BACKEND", name)
+        assert run("plan", *asked).code == 0
+
+
 ALL_BUT_FINAL = [role for role in ROLES if role not in ("final", "qk", "decode")]
 """What one quantisation for all is for: a language-model head is rarely quantised."""
 QUANTISED = """\
@@ -521,7 +533,7 @@ def test_a_name_that_a_terminal_cannot_show_is_no_error(run_python, tmp_path):
     file = tmp_path / "\u4e2d.toml"
     file.write_text("", encoding="utf-8")
     answer = run_python("-m", "layerfuse", "check", str(file), env={"PYTHONIOENCODING": "ascii"})
-    assert (answer.code, answer.err) == (0, "")
+    assert (answer.code, answer.err) == (1, "")
     assert r"\u4e2d.toml: declares no models" in answer.out
 
 

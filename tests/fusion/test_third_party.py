@@ -562,14 +562,24 @@ BACKENDS = {
 }
 """Entry point -> why it cannot be used."""
 WITH_BACKENDS = """
-import json, torch, warnings
+import json, os, torch, warnings
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
+    from layerfuse.cli.planning import check_backend
+    os.environ["LAYERFUSE_BACKEND"] = "fast"
+    check_backend()
+    os.environ["LAYERFUSE_BACKEND"] = "absent"
+    try:
+        check_backend()
+    except LookupError as error:
+        absent = str(error)
+    del os.environ["LAYERFUSE_BACKEND"]
     from layerfuse import doctor
     from layerfuse.fusion import FUSIONS, backends, ops
 ones = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8)
 print(json.dumps({
     "said": [str(each.message) for each in said if "entry point" in str(each.message)],
+    "absent": absent,
     "names": backends.names("add_rms_norm"),
     "survey": dict(backends.survey("add_rms_norm", "cuda")),
     "given": float(ops.add_rms_norm(*ones, 1e-6)[0].sum()),
@@ -590,6 +600,7 @@ def test_a_package_brings_a_backend_with_kernels_for_ops_that_exist(tmp_path: Pa
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["names"] == ["aiter", "triton", "fast", "reference"]
+    assert "no op has a backend called 'absent'; did you mean 'fast'? Known: aiter, fast, " in found["absent"]
     assert found["survey"]["fast"] == "it is for CPUs"
     assert found["given"] == 32.0 and found["refused"] == pytest.approx(12.0)
     for point, says in BACKENDS.items():
