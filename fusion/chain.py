@@ -6,7 +6,7 @@ A fusion whose op is not given has the one that its chain composes to. Nothing h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import permutations
 from typing import Any, TypeAlias
@@ -59,18 +59,8 @@ def _several(name: str, value: Any, what: str) -> tuple[Any, ...]:
     raise FusionError(f"{name}: expected {what}, got {shown(value)}")
 
 
-def _names(several: Iterable[str | Role]) -> tuple[str, ...]:
-    return tuple(map(_name_of, _several("roles", several, f"names of roles, as ({FINAL!r},), or a Role of your own")))
-
-
-def _name_of(role: str | Role) -> str:
-    """The name of a role. One of another package is known from now on."""
-    if not isinstance(role, Role):
-        return role
-    known = ROLES.setdefault(role.name, role)
-    if known != role:
-        raise FusionError(f"roles: there is a role {role.name!r} already, {known.doc}; give yours another name")
-    return role.name
+def _roles(several: Iterable[str | Role]) -> tuple[Any, ...]:
+    return _several("roles", several, f"names of roles, as ({FINAL!r},), or a Role of your own")
 
 
 FAMILY = (
@@ -133,8 +123,8 @@ class Fusion:
     "What becomes one kernel, in a few words."
     level: int = field()
     "1: changes at most the order and number of float roundings. 2: changes numerics, such as quantisation."
-    roles: tuple[str, ...] = field(converter=_names)
-    "Where it may stand: names of `sites.ROLES`."
+    roles: tuple[str, ...] = field(converter=_roles)
+    "Where it may stand: names of `sites.ROLES`. A `Role` of another package is given itself, and known from then on."
     chain: tuple[Step, ...] = field(converter=_steps)
     "What happens there, in order. A longer chain is preferred to a shorter one, which is then its fallback."
     op: Op = field(repr=False)
@@ -182,9 +172,14 @@ class Fusion:
             raise FusionError(f"{self.name}: level must be 1 or 2, got {shown(value)}")
 
     def __attrs_post_init__(self) -> None:
-        problems = [*self._bad_chain()] or [*self._bad_roles(), *self._bad_op()]
+        given: tuple[Any, ...] = self.roles
+        brought = [role for role in given if isinstance(role, Role)]
+        known: dict[Any, Role] = {role.name: role for role in reversed(brought)} | ROLES
+        object.__setattr__(self, "roles", tuple(role.name if isinstance(role, Role) else role for role in given))
+        problems = [*self._bad_chain()] or [*self._bad_roles(brought, known), *self._bad_op()]
         if problems:
             raise FusionError(f"{self.name}: " + "; ".join(problems))
+        ROLES.update(known)
 
     @property
     def _is_composed(self) -> bool:
@@ -284,11 +279,15 @@ class Fusion:
                 f"{type(step).__name__} is {STAGES[step.stage]}" for step in self.chain
             )
 
-    def _bad_roles(self) -> Iterable[str]:
+    def _bad_roles(self, brought: Iterable[Role], known: Mapping[Any, Role]) -> Iterable[str]:
+        others = [known[role.name] for role in brought if known[role.name] != role]
+        if others:
+            yield f"roles: there is a role {others[0].name!r} already, {others[0].doc}; give yours another name"
+            return
         if not self.roles:
             yield f"it stands at no role; known: {', '.join(ROLES)}"
         for name in self.roles:
-            role = ROLES.get(name) if isinstance(name, str) else None
+            role = known.get(name) if isinstance(name, str) else None
             if role is None:
                 yield f"no role is called {shown(name)}; known: {', '.join(ROLES)}"
                 continue

@@ -51,7 +51,8 @@ class Role:
     name: str
     norms: int
     "How many norms a chain at such a site has."
-    doc: str
+    doc: str = field(eq=False)
+    "What that is, in words, which may change: two roles are the same by their name and their norms."
 
 
 ROLES: dict[str, Role] = {

@@ -9,10 +9,11 @@ import pytest
 import torch
 from attrs import frozen
 
+from layerfuse.adapters.errors import LayerfuseError
 from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.chain import FAMILY, Add, AllReduce, Fusion, FusionError, Norm, Quant, SiluMul
 from layerfuse.fusion.declare import Epsilon, Flag, Like, Op, OpError, Rows, Weight, WeightOffset
-from layerfuse.fusion.sites import FINAL, INPUT, LATENTS
+from layerfuse.fusion.sites import FINAL, INPUT, LATENTS, ROLES, Role
 from layerfuse.fusion.steps import Source, Step
 
 X, RESIDUAL, WEIGHT = Rows(name="x"), Rows(name="residual", like="x"), Weight(name="weight", of="x")
@@ -90,6 +91,34 @@ def test_an_op_that_is_not_given_is_composed() -> None:
     assert [result.name for result in made.op.results] == ["values", "scales", "residual_out"]
     assert [form.op.name for form in made.forms] == ["one", "one_with_norm"]
     assert [form.op.name for form in fusion().forms] == ["an_op"]
+
+
+@pytest.fixture
+def role() -> Iterator[str]:
+    """The name of a role that is no longer known behind the test."""
+    yield "mine"
+    ROLES.pop("mine", None)
+
+
+@pytest.mark.parametrize("wrong", [{"name": "Bad Name"}, {"level": 3}, {"chain": (3,)}, {"chain": (Norm, Norm)}])
+def test_a_role_is_known_once_its_fusion_is_right(role: str, wrong: dict[str, Any]) -> None:
+    right: dict[str, Any] = {"name": "one", "doc": "", "level": 1, "chain": (Norm,)}
+    with pytest.raises(LayerfuseError):
+        Fusion(**{**right, **wrong}, roles=(Role(role, 1, "a doc"),))
+    assert role not in ROLES
+    made = Fusion(**right, roles=(Role(role, 1, "a better doc"), INPUT))
+    assert made.roles == (role, INPUT) and ROLES[role].doc == "a better doc"
+
+
+def test_a_role_is_the_same_in_other_words_and_another_with_other_norms(role: str) -> None:
+    for doc in ("a doc", "a better doc"):
+        Fusion(name="one", doc="", level=1, roles=(Role(role, 1, doc),), chain=(Norm,))
+    with pytest.raises(FusionError, match="one: roles: there is a role 'mine' already, a doc; give yours another name"):
+        Fusion(name="one", doc="", level=1, roles=(Role(role, 2, "a doc"),), chain=(Norm, Norm))
+    both = (Role("two_of_one_name", 1, "a doc"), Role("two_of_one_name", 2, "a doc"))
+    with pytest.raises(FusionError, match="there is a role 'two_of_one_name' already"):
+        Fusion(name="one", doc="", level=1, roles=both, chain=(Norm,))
+    assert "two_of_one_name" not in ROLES
 
 
 @pytest.mark.parametrize(
