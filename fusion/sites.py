@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import zip_longest
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import attrs
 from attrs import field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
+from ..adapters.errors import SpecError, did_you_mean, shown
 from ..adapters.linear_specs import NOT_QUANTISED, PLAIN
 from ..adapters.specs import (
     AnySpec,
@@ -272,6 +273,9 @@ def sites_of(layer: str, spec: AnySpec, stack: Stack = Stack()) -> tuple[Site, .
         layer: the layer's path in the model; the empty string for the model itself.
         spec: what the layer is.
         stack: what the model's decoder layers say of each other; nothing if not given.
+
+    Raises:
+        SpecError: a spec of another package's kind says sites of no role, or without what the role has.
     """
     if isinstance(spec, ResidualSpec):
         return tuple(_stream(layer, spec, stack))
@@ -296,7 +300,50 @@ def sites_of(layer: str, spec: AnySpec, stack: Stack = Stack()) -> tuple[Site, .
     if isinstance(spec, GQASpec) and spec.q_norm is not None and spec.k_norm is not None:
         shared = "it reads the keys of an earlier layer, and norms none of its own" if spec.shares_kv else None
         return (Site(layer=layer, role=QK, norms=(spec.q_norm, spec.k_norm), spec=spec, absent=shared),)
-    return spec.sites(layer) if isinstance(spec, OwnSites) else ()
+    return _said(layer, spec) if isinstance(spec, OwnSites) else ()
+
+
+def _said(layer: str, spec: OwnSites) -> tuple[Site, ...]:
+    """What a spec of another package says of itself, which no type held it to."""
+    found: Any = spec.sites(layer)
+    sites = tuple(found) if isinstance(found, Iterable) else (found,)
+    problems = [problem for site in sites for problem in _bad_site(site)]
+    if problems:
+        raise SpecError(f"{type(spec).__name__}.sites({shown(layer)})", problems)
+    return sites
+
+
+def _bad_site(site: Any) -> Iterator[str]:
+    if not isinstance(site, Site):
+        yield f"expected its sites in a tuple, as (Site(...),), got {shown(site)}"
+        return
+    role = _role_of(site.role)
+    if role is None:
+        near = did_you_mean(site.role, ROLES) or "."
+        yield f"no role is called {shown(site.role)}{near} Known: {', '.join(ROLES)}. One of your own is brought by a fusion."
+        return
+    if not isinstance(site.spec, LayerSpec):
+        yield f"the site {role.name} says the spec of its layer, as spec=self, got {shown(site.spec)}"
+    several: Any = site.norms
+    norms = several if isinstance(several, tuple) and all(isinstance(norm, NormSpec) for norm in several) else None
+    open_ended = site.absent is not None or site.unknown is not None
+    if norms is None or (len(norms) != role.norms and not open_ended):
+        yield f"a site of the role {role.name} has {role.norms} of NormSpec in a tuple, got {shown(several)}"
+    name, kind = _NEEDED.get(role.name, ("", object))
+    if name and site.absent is None and not isinstance(getattr(site, name), kind):
+        yield f"a site of the role {role.name} says what multiplies there, as {name}={kind.__name__}(...), got {shown(getattr(site, name))}"
+
+
+_NEEDED: dict[str, tuple[str, type]] = {LINEAR: ("linear", LinearSpec), EXPERTS: ("experts", ExpertsSpec)}
+"""What a site of these roles has beside its norms."""
+
+
+def _role_of(name: object) -> Role | None:
+    if isinstance(name, str) and name not in ROLES:
+        from .catalog import FUSIONS
+
+        len(FUSIONS)  # those of other packages bring their roles when they are first asked for
+    return ROLES.get(name) if isinstance(name, str) else None
 
 
 def decode_sites(placed: Iterable[tuple[str, AnySpec]]) -> Iterator[Site]:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from typing import Any
 
+import attrs
 import pytest
 from fusion_support import FUSION, gqa_spec, mla_spec
 from helpers import run_python
 
 from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
+from layerfuse.adapters.errors import SpecError
 from layerfuse.adapters.specs import WHOLE, MLAKernelSpec, NormSpec, ResidualSpec
 from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError, Target, UnknownTargetError, plan
 from layerfuse.fusion.chain import Fusion, Norm
 from layerfuse.fusion.config import ENVIRONMENT
 from layerfuse.fusion.legality import legality
 from layerfuse.fusion.rewrite.identity import plan_hash
-from layerfuse.fusion.sites import LATENTS, Site, sites_of
+from layerfuse.fusion.sites import LATENTS, OwnSites, Site, sites_of
 from layerfuse.fusion.steps import At, Legality
 
 CPU = Target.named("cpu")
@@ -91,6 +94,73 @@ def test_only_the_first_norm_of_a_stream_has_nothing_to_add(
 def test_a_layer_without_sites_is_in_no_decision() -> None:
     made = plan([("path", gqa_spec())], CPU)
     assert made.sites == made.decisions == made.of("path") == ()
+
+
+NORM = NormSpec(width=32, epsilon=1e-6, weight_offset=0.0, module="norm")
+A_SITE = object()
+
+
+def odd(said: Any = A_SITE, **changes: Any) -> OwnSites:
+    """A layer of a kind of its own that says a site at the input role, with changes; or something else."""
+
+    @attrs.frozen(kw_only=True)
+    class OddSpec(OwnSites):
+        def sites(self, layer: str) -> Any:
+            fields: dict[str, Any] = {"layer": layer, "role": "input", "norms": (NORM,), "spec": self}
+            return (Site(**fields | changes),) if said is A_SITE else said
+
+    return OddSpec(hidden_size=64, layer_index=0, parallel=WHOLE)
+
+
+@pytest.mark.parametrize("engine", [None, "vllm"])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"role": "inptu"}, "no role is called 'inptu'; did you mean 'input'? Known: input, post_attention, final, "),
+        ({"role": "nosuch"}, "no role is called 'nosuch'. Known: input, post_attention, final, "),
+        ({"role": ["input"]}, "no role is called ['input']. Known: input"),
+        ({"spec": None}, "the site input says the spec of its layer, as spec=self, got None"),
+        ({"norms": ()}, "a site of the role input has 1 of NormSpec in a tuple, got ()"),
+        ({"norms": NORM}, "a site of the role input has 1 of NormSpec in a tuple, got NormSpec(width=32"),
+        (
+            {"norms": (None,), "absent": "it has none"},
+            "a site of the role input has 1 of NormSpec in a tuple, got (None,)",
+        ),
+        ({"role": "latents"}, "a site of the role latents has 2 of NormSpec in a tuple, got (NormSpec(width=32"),
+        (
+            {"role": "linear", "norms": ()},
+            "a site of the role linear says what multiplies there, as linear=LinearSpec(...), got None",
+        ),
+        (
+            {"role": "experts", "norms": (), "unknown": "its engine keeps it"},
+            "a site of the role experts says what multiplies there, as experts=ExpertsSpec(...), got None",
+        ),
+    ],
+)
+def test_a_site_that_a_spec_says_wrongly_is_refused(changes: dict[str, Any], says: str, engine: str | None) -> None:
+    with pytest.raises(SpecError, match=re.escape(f"OddSpec.sites('layers.0'): {says}")):
+        plan([("layers.0", odd(**changes))], CPU, engine=engine)
+
+
+@pytest.mark.parametrize("said", [None, "input", ["input"]])
+def test_sites_that_are_none_are_refused(said: object) -> None:
+    with pytest.raises(SpecError, match=r"expected its sites in a tuple, as \(Site\(...\),\), got "):
+        sites_of("layers.0", odd(said))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norms": (), "absent": "it has none"},
+        {"norms": (), "unknown": "nobody says which"},
+        {"role": "linear", "norms": (), "absent": "nothing multiplies"},
+    ],
+)
+def test_a_site_that_a_spec_says_rightly_is_planned(changes: dict[str, Any]) -> None:
+    made = plan([("layers.0", odd(**changes))], CPU)
+    assert [site.name for site in made.sites] == [f"layers.0:{changes.get('role', 'input')}"]
+    assert made.decisions and all(each.site == made.sites[0].name for each in made.decisions)
 
 
 def test_sixty_one_layers() -> None:

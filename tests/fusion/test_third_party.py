@@ -357,6 +357,25 @@ def test_a_package_brings_a_kind_of_layer_and_its_role(tmp_path: Path) -> None:
     assert said["doctor"] and all("kv_latent_norm_per_token_quant" in detail for detail in said["doctor"])
 
 
+def test_a_role_is_known_where_only_its_entry_point_says_it(tmp_path: Path) -> None:
+    """The package's specs are imported without its fusions."""
+    write_package(tmp_path, "role_package", ROLE_PACKAGE)
+    code = (
+        "import attrs\n"
+        "from layerfuse import Parallel, fusion\n"
+        "from layerfuse.adapters.specs import NormSpec\n"
+        "from layerfuse.fusion.sites import OwnSites, Site, sites_of\n"
+        "@attrs.frozen(kw_only=True)\n"
+        "class Spec(OwnSites):\n"
+        "    def sites(self, layer):\n"
+        "        norm = NormSpec(width=32, epsilon=1e-6, weight_offset=0.0, module='norm')\n"
+        "        return (Site(layer=layer, role='kv_latent', norms=(norm,), spec=self),)\n"
+        "print(*sites_of('attn', Spec(hidden_size=64, layer_index=0, parallel=Parallel(size=1, rank=0))))\n"
+    )
+    done = run_python(code, tmp_path)
+    assert done.stdout == "attn:kv_latent\n", done.stderr[-2000:]
+
+
 def test_a_role_of_another_meaning_is_refused() -> None:
     with pytest.raises(FusionError, match="there is a role 'latents' already, the norms of an MLA layer's query"):
         Fusion(name="mine", doc="mine", level=1, roles=(Role("latents", 1, "something else"),), chain=(Norm,))
