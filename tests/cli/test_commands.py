@@ -334,15 +334,17 @@ def test_what_was_given_is_echoed_cut(run, monkeypatch, arguments, variable):
     assert "..." in answer.err
 
 
-@pytest.mark.parametrize(("command", "brief"), [(["plan", "kimi-k2.5"], True), (["fusions"], False)])
-def test_a_brief_command_leaves_nothing_to_look_through_at_its_end(run_python, command, brief):
-    """Python looks for cycles as it ends: in a plan's objects, all of which are in use until then."""
+@pytest.mark.parametrize(("command", "brief"), [(["plan", "kimi-k2.5"], True), (["completion", "bash"], False)])
+def test_a_brief_command_leaves_nothing_to_look_through_before_its_end_and_at_it(run_python, command, brief):
+    """Python looks for cycles as objects are made, and as it ends: in a plan's, all of which are in use until then."""
     code = (
         "import gc, sys\n"
         "from layerfuse.cli import main\n"
         f"sys.argv[1:] = {command!r}\n"
+        "frozen = []\n"
+        "gc.callbacks.append(lambda phase, _: frozen.append(gc.get_freeze_count()))\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "print(gc.isenabled(), gc.get_freeze_count() > 0)"
+        "print(gc.isenabled(), gc.get_freeze_count() > 0, 0 not in frozen)"
     )
-    assert run_python("-c", code).out.splitlines()[-1] == f"True {brief}"
+    assert run_python("-c", code).out.splitlines()[-1] == f"True {brief} {brief}"

@@ -90,7 +90,11 @@ def test_no_torch_and_no_engine_is_imported(run_python):
 
 
 @pytest.mark.parametrize(
-    ("files", "asked"), [(["null", "nvme0"], []), (["null", "nvidia0"], ["torch"]), (["kfd"], ["torch"])]
+    ("files", "asked"),
+    [
+        (["null", "nvme0"], []),
+        *((["null", name], ["torch"]) for name in ("nvidia0", "nvgpu", "nvmap", "nvhost-gpu", "kfd", "dxg")),
+    ],
 )
 def test_torch_is_asked_for_the_gpu_where_there_may_be_one(run_python, files, asked):
     before = f"import os; sys.platform, os.listdir = 'linux', lambda _: {files!r}"
