@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -166,19 +167,21 @@ def fusion_table() -> Iterator[str]:
 
 
 def defaults_table(engine: str) -> Iterator[str]:
-    """What is on in an engine by default and what is not, with the measurements."""
+    """What is on in an engine by default and what is not, with the measurements: what several fusions were measured with together stands once."""
     yield f"| fusion | on by default in {SPELT[engine]} | measured |\n|---|---|---|"
     others, along = [], beside(engine, on_by_default(engine, TIMED), TIMED)
+    rows: defaultdict[str, list[str]] = defaultdict(list)
     for name in sorted(FUSIONS):
         measured = [*shipped().of(name, engine)]
         for each in measured:
-            yield f"| `{name}` | {f'yes: {each.where}' if each.faster else 'no'} | {each.figure} |"
+            rows[f"{f'yes: {each.where}' if each.faster else 'no'} | {each.figure}"].append(f"`{name}`")
         goes_with = FUSIONS[name].goes_with
         if not measured and name in along:
             others_on = f"`{goes_with}` is" if goes_with in FUSIONS else "fusions that quantise in the same way are"
-            yield f"| `{name}` | yes: where {others_on} on | with these ([few tokens](#few-tokens)) |"
+            rows[f"yes: where {others_on} on | with these ([few tokens](#few-tokens))"].append(f"`{name}`")
         elif not measured:
             others.append(name)
+    yield from (f"| {', '.join(names)} | {said} |" for said, names in rows.items())
     if others:
         yield f"| the other {len(others)} | no | not measured in {SPELT[engine]} |"
 

@@ -107,6 +107,18 @@ def test_generated_tables_are_up_to_date():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_what_is_on_by_default_is_said_once_and_first():
+    from layerfuse.engines.defaults import on_by_default
+
+    for page, engine in (("sglang.md", "sglang"), ("vllm.md", "vllm")):
+        first = (DOCS / page).read_text().split("\n\n")[1]
+        assert ("nothing is on by default" in first) == (not on_by_default(engine))
+    for page in ("sglang.md", "vllm-measured.md"):
+        table = (DOCS / page).read_text().partition("<!-- generated: defaults -->")[2].partition("<!-- end -->")[0]
+        measured = [row.partition(" | ")[2] for row in table.splitlines() if " times faster " in row]
+        assert len(measured) == len(set(measured)) > 0
+
+
 def test_contract_page_has_every_scenario_with_its_title():
     from layerfuse import testing
     from layerfuse.testing.scenario import scenarios_of
