@@ -106,7 +106,12 @@ def test_two_ranks_fuse_every_site_alike_and_give_vllms_numbers(name: str, when:
     fused = {fusion: fused[fusion] for fusion in _there(given, fused)}
     run = "profiling run" if compiled else "first run"
     calls = {fusion: 0 if fusion in uncalled else sites for fusion, sites in fused.items()}
-    assert [line for line in first["said"] if "expected" in line] == [
+    alone = [line for line in first["said"] if "mla_decode leaves vLLM's MLA layers alone" in line]
+    assert len(alone) == (name == "deepseek-v3-fp8-by-default"), (
+        "on by default, and this attention's forward is a stand-in's"
+    )
+    said = [line for line in first["said"] if line not in alone]
+    assert [line for line in said if "expected" in line] == [
         f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {calls[fusion]} times in the {run} of every rank"
         for fusion, sites in fused.items()
     ]
