@@ -28,7 +28,7 @@ from .engine import Engine
 from .legality import legality
 from .limits import TokenLimit
 from .policy import Policy, shipped
-from .sites import ACTIVATION, LINEAR, Site, decode_sites, linear_sites, mixture_sites, sites_of, stack_of
+from .sites import ACTIVATION, LINEAR, OwnSites, Site, decode_sites, linear_sites, mixture_sites, sites_of, stack_of
 from .steps import Kind, Legality
 from .target import Target
 
@@ -271,6 +271,8 @@ def plan(
             "with the path of its own layer, as (path, spec)"
         )
     stack = stack_of(placed)
+    if any(isinstance(spec, OwnSites) for _, spec in placed):
+        len(FUSIONS)  # those of other packages bring their roles when they are first asked for
     sites = tuple([site for layer, spec in placed for site in sites_of(layer, spec, stack)])
     if engine is not None and engine.decodes:
         sites += tuple(decode_sites(placed))

@@ -317,7 +317,7 @@ def _bad_site(site: Any) -> Iterator[str]:
     if not isinstance(site, Site):
         yield f"expected its sites in a tuple, as (Site(...),), got {shown(site)}"
         return
-    role = _role_of(site.role)
+    role = ROLES.get(site.role) if isinstance(site.role, str) else None
     if role is None:
         near = did_you_mean(site.role, ROLES) or "."
         yield f"no role is called {shown(site.role)}{near} Known: {', '.join(ROLES)}. One of your own is brought by a fusion."
@@ -329,21 +329,12 @@ def _bad_site(site: Any) -> Iterator[str]:
     open_ended = site.absent is not None or site.unknown is not None
     if norms is None or (len(norms) != role.norms and not open_ended):
         yield f"a site of the role {role.name} has {role.norms} of NormSpec in a tuple, got {shown(several)}"
-    name, kind = _NEEDED.get(role.name, ("", object))
-    if name and site.absent is None and not isinstance(getattr(site, name), kind):
-        yield f"a site of the role {role.name} says what multiplies there, as {name}={kind.__name__}(...), got {shown(getattr(site, name))}"
-
-
-_NEEDED: dict[str, tuple[str, type]] = {LINEAR: ("linear", LinearSpec), EXPERTS: ("experts", ExpertsSpec)}
-"""What a site of these roles has beside its norms."""
-
-
-def _role_of(name: object) -> Role | None:
-    if isinstance(name, str) and name not in ROLES:
-        from .catalog import FUSIONS
-
-        len(FUSIONS)  # those of other packages bring their roles when they are first asked for
-    return ROLES.get(name) if isinstance(name, str) else None
+    name, kind, held = {
+        LINEAR: ("linear", LinearSpec, site.linear),
+        EXPERTS: ("experts", ExpertsSpec, site.experts),
+    }.get(role.name, ("", object, None))
+    if name and site.absent is None and not isinstance(held, kind):
+        yield f"a site of the role {role.name} says what multiplies there, as {name}={kind.__name__}(...), got {shown(held)}"
 
 
 def decode_sites(placed: Iterable[tuple[str, AnySpec]]) -> Iterator[Site]:

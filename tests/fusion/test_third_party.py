@@ -364,13 +364,14 @@ def test_a_role_is_known_where_only_its_entry_point_says_it(tmp_path: Path) -> N
         "import attrs\n"
         "from layerfuse import Parallel, fusion\n"
         "from layerfuse.adapters.specs import NormSpec\n"
-        "from layerfuse.fusion.sites import OwnSites, Site, sites_of\n"
+        "from layerfuse.fusion.sites import OwnSites, Site\n"
         "@attrs.frozen(kw_only=True)\n"
         "class Spec(OwnSites):\n"
         "    def sites(self, layer):\n"
         "        norm = NormSpec(width=32, epsilon=1e-6, weight_offset=0.0, module='norm')\n"
         "        return (Site(layer=layer, role='kv_latent', norms=(norm,), spec=self),)\n"
-        "print(*sites_of('attn', Spec(hidden_size=64, layer_index=0, parallel=Parallel(size=1, rank=0))))\n"
+        "spec = Spec(hidden_size=64, layer_index=0, parallel=Parallel(size=1, rank=0))\n"
+        "print(*fusion.plan([('attn', spec)], fusion.Target.named('cpu')).sites)\n"
     )
     done = run_python(code, tmp_path)
     assert done.stdout == "attn:kv_latent\n", done.stderr[-2000:]
