@@ -201,6 +201,7 @@ def plan_data(
         "notes": [
             *_engine_notes(entry, engine),
             *_of_release(engine, engine_version),
+            *_of_another_release(decided),
             *_uncompiled(around),
             *_linears(decided),
             *_leveled(decided),
@@ -261,6 +262,11 @@ def _of_release(engine: str | None, release: str | None) -> list[str]:
 
     said = about_release(release)
     return [] if said is None else [said]
+
+
+def _of_another_release(decided: Plan) -> list[str]:
+    said = decided.measured_with_another_release()
+    return [] if said is None else [f"{said[0].upper()}{said[1:]}."]
 
 
 def _unfound(decided: Plan) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..fusion.engine import SPELT
+from ..fusion.engine import SPELT, Engine
 from ..fusion.policy import Measurement, shipped
 
 
@@ -26,11 +26,14 @@ def on_by_default(engine: str, arch: str | None = None) -> dict[str, tuple[str, 
     return {name: tuple(archs) for name, archs in sorted(found.items())}
 
 
-def in_words(engine: str) -> str:
-    """What is on by default in an engine, architecture by architecture, as a sentence; empty: nothing is."""
+def in_words(engine: str, release: str) -> str:
+    """What is on by default in an engine, architecture by architecture, and with which releases that was measured, as a sentence; empty: nothing is."""
+    releases, here = dict.fromkeys(each.release for each in _faster(engine)), Engine(name=engine, release=release)
+    other = "" if any(map(here.is_release, releases)) else f", and this is {release}"
     archs = sorted({arch for several in on_by_default(engine).values() for arch in several})
     return "; ".join(
-        f"on by default on {arch}, where `layerfuse plan` says so: {', '.join(sorted({*names, *beside(engine, names, arch)}))}"
+        f"on by default on {arch}, where `layerfuse plan` says so: {', '.join(sorted({*names, *beside(engine, names, arch)}))}, "
+        f"as measured with {SPELT[engine]} {' and '.join(sorted(releases))}{other}"
         for arch in archs
         if (names := on_by_default(engine, arch))
     )
@@ -88,7 +91,8 @@ def measured_elsewhere(engine: str, arch: str, device: str, release: str) -> str
         release: of the engine.
     """
     there = {(each.release, each.device): None for each in _faster(engine) if each.arch == arch}
-    if not there or (release.partition("+")[0], device) in there:
+    here = Engine(name=engine, release=release)
+    if not there or any(here.is_release(known) and gpu == device for known, gpu in there):
         return None
     spelt = SPELT[engine]
     where = " and ".join(f"{spelt} {known} on {gpu}" for known, gpu in there)

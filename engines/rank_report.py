@@ -148,6 +148,8 @@ def differences(compiled: CompiledModule) -> Iterable[str]:
 
 def _notes(compiled: CompiledModule) -> Iterable[str]:
     sources = Counter(piece.source for piece in compiled.pieces)
+    if (said := compiled.plan.measured_with_another_release()) is not None:
+        yield said
     if compiled.at_modules is not None:
         yield f"the fused ops stand in the model's modules: {compiled.at_modules}"
     if compiled.kept_since is not None:

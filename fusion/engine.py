@@ -5,6 +5,7 @@ An engine is data. `plan` takes it as input, so that a plan holds inside that en
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import NoneType
 from typing import Any
@@ -68,6 +69,8 @@ class Engine:
 
     name: str = field(validator=_name)
     "As the measurements of a policy name it."
+    release: str | None = field(default=None, validator=_sentence)
+    "Its release, as far as it is known, as `0.33` or `0.33.0`. None: what was measured with any release is taken as of this one."
     refuses: Mapping[str, str] = field(factory=dict, converter=_own, validator=_reasons)
     """Fusion or role -> why the engine does not allow it, as a sentence; `*` stands for everything. For example
     {"*": "vLLM 0.33 does not compile this model"}."""
@@ -118,6 +121,15 @@ class Engine:
     def why_kept(self, fusion: str, role: str) -> str | None:
         """Why there is nothing to fuse for this fusion at a role, or None."""
         return next((self.keeps[key] for key in (fusion, role) if key in self.keeps), None)
+
+    def is_release(self, other: str) -> bool:
+        """Whether another release counts as this one: it has the same first two numbers, or three of SGLang, whose releases differ in the third."""
+        several = 3 if self.name == "sglang" else 2
+
+        def numbers(release: str) -> list[str]:
+            return re.findall(r"\d+", release)[:several]
+
+        return self.release is None or numbers(self.release) == numbers(other)
 
     @property
     def compiled(self) -> bool:

@@ -24,7 +24,7 @@ from .catalog import FUSIONS
 from .chain import LAYERFUSE, Fusion
 from .config import FusionConfig
 from .engine import NAMES as ENGINES
-from .engine import Engine
+from .engine import SPELT, Engine
 from .legality import legality
 from .limits import TokenLimit
 from .policy import Policy, shipped
@@ -95,6 +95,8 @@ class Plan:
     specs: tuple[tuple[str, AnySpec], ...] = field(repr=False)
     sites: tuple[Site, ...] = field(repr=False)
     decisions: tuple[Decision, ...] = field(repr=False)
+    measured: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    "Of each measurement that an expected fusion is on by: the fusion, and the release of the engine."
 
     @cached_property
     def site(self) -> dict[str, Site]:
@@ -194,6 +196,23 @@ class Plan:
             found |= {name: LINEARS_BY_ENGINE for name in found if FUSIONS[name].roles == (LINEAR,)}
         return found
 
+    def measured_with_another_release(self) -> str | None:
+        """With which other releases of the engine than this one the figures of expected fusions were measured, as a sentence; None: with none."""
+        if self.engine is None:
+            return None
+        others = [(name, release) for name, release in self.measured if not self.engine.is_release(release)]
+        if not others:
+            return None
+        of = (
+            "here"
+            if len(others) == len(self.measured)
+            else f"of {', '.join(dict.fromkeys(name for name, _ in others))}"
+        )
+        releases = ", ".join(sorted({release for _, release in others}))
+        return (
+            f"the figures {of} were measured with {SPELT[self.engine.name]} {releases}; this is {self.engine.release}"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
@@ -291,7 +310,15 @@ def plan(
         decide.beside = decide.on.copy()
         decisions += decide.over(products)
     every = (*sites, *linears, *routed)
-    return Plan(target=target, config=config, engine=engine, specs=placed, sites=every, decisions=tuple(decisions))
+    return Plan(
+        target=target,
+        config=config,
+        engine=engine,
+        specs=placed,
+        sites=every,
+        decisions=tuple(decisions),
+        measured=tuple(decide.measured),
+    )
 
 
 LINEARS_BY_ENGINE = "there is a place for it in transformers' models with fusion.compile(model, engine=engines.transformers.engine_of(model))"
@@ -400,6 +427,8 @@ class _Decider:
         "The fusions that are expected so far, and the words of `FORMATS` that they quantise to."
         self.beside: set[str] = set()
         "The same of the sites in front: what others go with."
+        self.measured: dict[tuple[str, str], None] = {}
+        "As `Plan.measured`."
         self.quantised: list[Site] = []
         "The sites where a chain that quantises is expected."
 
@@ -530,5 +559,6 @@ class _Decider:
             return Legality("refused", reason)
         if unknown is not None or measured is None:
             return unknown or found
+        self.measured[fusion.name, measured.release] = None
         there = "" if measured.is_of(self._is_mixed(site), self._is_foreign) else "on another model: "
         return Legality("expected", f"{found.reason}; measured {there}{measured.figure}")

@@ -210,7 +210,7 @@ class Policy:
 
         Of several it is not one of layers of another kind, a `mixture` or not, if it can be helped; of these it is the one with the fewest
         fusions that are `foreign` to the model, as it has no site for them; of these one of layers of this kind alone; of these one of linears that
-        quantise as these do, or not; of these the first.
+        quantise as these do, or not; of these one of the engine's release; of these the first.
         """
         there = (
             each
@@ -228,6 +228,7 @@ class Policy:
                 sum(map(foreign, each.fusions)),
                 each.mixtures is not mixture,
                 (each.linears is None) is not (quant is None),
+                not engine.is_release(each.release),
             ),
             default=None,
         )

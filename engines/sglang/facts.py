@@ -84,6 +84,7 @@ def engine_of(architectures: Sequence[str] = ()) -> Engine:
         )
     return Engine(
         name="sglang",
+        release=RELEASE,
         uncompiled=UNCOMPILED,
         refuses=refuses if nothing is None else {"*": nothing},
         does={name: f"SGLang does it: {by}; naming the fusion takes it instead" for name, by in DOES.items()},

@@ -19,6 +19,7 @@ from ..loading import linears_left, nothing, say_unknown, tell_unfound
 from ..options import Options
 from . import products
 from .facts import engine_of
+from .host import SGLANG
 
 
 def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
@@ -41,7 +42,7 @@ def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
     except UnknownLayerError:
         nothing(model, "no adapter knows any of its layers", stops)
         return None
-    engine = attrs.evolve(engine, linears=_linears_left(runner, specs), loaded=True)
+    engine = attrs.evolve(engine, linears=_linears_left(runner, specs), loaded=True, release=SGLANG.version())
     name = type(model).__qualname__
     ignored = frozenset(registry.default.ignored_in(model))
     compiled = CompiledModule(

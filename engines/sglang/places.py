@@ -47,5 +47,5 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
         return "absent", f"SGLANG_PLUGINS={allowed} keeps SGLang from loading it"
     known = "tested" if version in SGLANG.tested else f"not tested ({tested} is), and has what is expected"
     asked = os.environ.get(ASKED, "").strip()
-    would = f"{ASKED}={asked} decides" if asked else in_words("sglang") or "no fusion is on by default"
+    would = f"{ASKED}={asked} decides" if asked else in_words("sglang", version) or "no fusion is on by default"
     return "found", f"SGLang {version} is {known}; {would}"

@@ -26,6 +26,7 @@ from . import products, routed_experts, shared_experts
 from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
 from .decode import with_placement
 from .decode_facts import NAME, TAKES
+from .host import VLLM
 from .keys import check_table
 from .native_fusions import by_transformers
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
@@ -109,6 +110,7 @@ def compiled_modules_of(
             linears=_left(module, inside, vllm_config, reason is None),
             loaded=True,
             decodes=True,
+            release=VLLM.version(),
         )
         decided, placed = with_placement(plan(inside, target, config, engine), module, vllm_config)
         left = ignored | {layer for layer, _ in specs} - {layer for layer, _ in here}

@@ -72,6 +72,6 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
         return "broken", f"{wrong} LAYERFUSE_FUSIONS={asked}, which is refused (below)"
     except BackendError:
         return "broken", f"{wrong} {BACKEND}={os.environ[BACKEND]}, which no op has (below)"
-    would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else in_words("vllm") or "no fusion is on by default"
+    would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else in_words("vllm", version) or "no fusion is on by default"
     needed = sum(hook.needed for hook in HOOKS)
     return "found", f"vLLM {version} is {known}; {needed} of {needed} hooks found; {would}"

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 
+import attrs
 from attrs import frozen
 
 from ...adapters.errors import LayerfuseError, cut, shown
@@ -170,9 +171,14 @@ def engine_of(
     )
     known = sorted(recorded.breakable.intersection(architectures))
     if enforce_eager:
-        reason = "enforce_eager is set: vLLM compiles nothing"
+        reason: str | None = "enforce_eager is set: vLLM compiles nothing"
     elif known and target.vendor == "nvidia":
         reason = f"vLLM {name} runs {known[0]} in breakable CUDA graphs by default, and does not compile it"
     else:
-        return planned(native_fusions.compiled(place), architectures)
-    return planned(native_fusions.uncompiled(reason, architectures, place, recorded.seams), architectures)
+        reason = None
+    engine = (
+        native_fusions.compiled(place)
+        if reason is None
+        else native_fusions.uncompiled(reason, architectures, place, recorded.seams)
+    )
+    return planned(attrs.evolve(engine, release=name), architectures)

@@ -171,6 +171,8 @@ SOURCES = {
             "found",
             "vLLM 0.34.1 is not tested (0.26.0, 0.33.0 are), and has what is expected; 5 of 5 hooks found; ",
         ),
+        ("0.33.1", "", "found", ", as measured with vLLM 0.26.0 and 0.33.0"),
+        ("0.34.1", "", "found", ", as measured with vLLM 0.26.0 and 0.33.0, and this is 0.34.1"),
         ("0.40.0", "graph_index", "broken", "vLLM 0.40.0 would be left alone (tested with 0.26.0, 0.33.0): "),
         ("0.40.0", "configure_post_pass", "broken", "there is no 'configure_post_pass' in vllm.compilation.backends"),
     ],
@@ -183,7 +185,7 @@ def test_an_installed_vllm_is_read_for_the_hooks_and_not_imported(version, gone,
         (folder / name).write_text(text.replace(gone, "other") if gone else text, encoding="utf-8")
     (found,) = doctor.inside("vllm")
     assert found.state == state
-    assert detail in found.detail
+    assert detail in found.detail and ("and this is" in found.detail) == (version == "0.34.1")
     assert "vllm" not in sys.modules
 
 

@@ -119,7 +119,12 @@ def test_plans_know_the_places_that_there_are():
 @pytest.mark.parametrize(
     ("version", "runner", "state", "detail"),
     [
-        ("0.5.23", RUNNER, "found", f"SGLang 0.5.23 is tested; {in_words('sglang') or 'no fusion is on by default'}"),
+        (
+            "0.5.23",
+            RUNNER,
+            "found",
+            f"SGLang 0.5.23 is tested; {in_words('sglang', '0.5.23') or 'no fusion is on by default'}",
+        ),
         ("0.6.0", RUNNER, "found", "SGLang 0.6.0 is not tested (0.5.23 is), and has what is expected"),
         ("0.6.0", RUNNER.replace("self", "self, config"), "broken", "would be left alone (tested with 0.5.23): "),
     ],

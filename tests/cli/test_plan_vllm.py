@@ -113,6 +113,14 @@ def test_what_is_asked_for_by_name_is_taken_from_vllm_unless_it_has_no_place_for
     assert (older["final", ADD][0], older["latents", DUAL]) == ("expected", ("refused", why))
 
 
+def test_a_plan_says_with_which_other_release_its_figures_were_measured(run):
+    asked = "plan", "deepseek-v3", "--tp", 8, "--target", "h100", "--engine", "vllm"
+    said = "The figures of mla_decode were measured with vLLM 0.33.0; this is 0.26."
+    assert said in run(*asked, "--engine-version", "0.26").out.splitlines()
+    for same in ([], ["--engine-version", "0.33.4"]):
+        assert " were measured with " not in run(*asked, *same).out
+
+
 def test_vllms_own_variables_are_read_as_vllm_reads_them(run, monkeypatch):
     asked = ["deepseek-v3", "--target", "gfx950"]
     assert decisions(run, *asked)["latents", DUAL][0] == "refused"

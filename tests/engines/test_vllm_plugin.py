@@ -59,7 +59,7 @@ from layerfuse.engines import process
 from layerfuse.engines.hooks import check_source
 from layerfuse.engines.host import Host
 from layerfuse.engines.loading import NotFusedError
-from layerfuse.engines.rank_report import CallsDifferError
+from layerfuse.engines.rank_report import CallsDifferError, rank_report_of
 from layerfuse.engines.vllm import defaults, loading, plugin
 from layerfuse.engines.vllm.config_probe import why_not_compiled
 from layerfuse.engines.vllm.hooks import HOOKS
@@ -660,6 +660,15 @@ def test_a_model_that_vllms_compiler_does_not_see_is_said_once_with_the_reason(
         pass
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse={"strict": True}, mode=mode):  # nothing is asked for
         pass
+
+
+def test_the_report_says_with_which_other_release_its_figures_were_measured(tmp_path: Path) -> None:
+    with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH):
+        _, compiled = waiting()
+        assert compiled.plan.measured_with_another_release() is None
+        compiled.plan = attrs.evolve(compiled.plan, measured=((ADD, "0.1.0"),))
+        notes = rank_report_of(compiled, 0).notes
+        assert notes[0] == f"the figures here were measured with vLLM 0.1.0; this is {vllm.__version__}"
 
 
 def test_batch_invariance_is_honoured(

@@ -217,6 +217,50 @@ def test_what_layers_of_another_kind_gained_is_said_as_such() -> None:
         assert ("(mixtures" in reason) == (measured == (mixtures,))
 
 
+def test_what_was_measured_with_another_release_is_taken_and_said() -> None:
+    specs = model("deepseek-v3").specs()
+
+    def planned(release: str | None, *rows: Measurement, engine: str = "vllm") -> Plan:
+        return plan(specs, SM90, BLOCK, Engine(name=engine, release=release), Policy(measurement=rows))
+
+    for release, others in (
+        (None, False),
+        ("0.1.4", False),
+        ("0.1", False),
+        ("0.10", True),
+        ("of an unknown version", True),
+    ):
+        made = planned(release, row(ADD), row(GROUP, release="0.1.2+cu130"))
+        assert made.expected(ADD) or made.fallback(ADD)
+        said = made.measured_with_another_release()
+        assert said == (
+            f"the figures here were measured with vLLM 0.1, 0.1.2+cu130; this is {release}" if others else None
+        )
+    made = planned("0.2.0", row(ADD), row(GROUP, release="0.2.3"))
+    assert made.measured_with_another_release() == f"the figures of {ADD} were measured with vLLM 0.1; this is 0.2.0"
+    # SGLang counts its releases by the third number.
+    for release, said in (
+        ("0.5.23", None),
+        ("0.5.24", "the figures here were measured with SGLang 0.5.23; this is 0.5.24"),
+    ):
+        made = planned(release, row(GROUP, engine="sglang", release="0.5.23"), engine="sglang")
+        assert made.expected(GROUP) and made.measured_with_another_release() == said
+    assert planned("0.2").measured_with_another_release() is None, "nothing is quoted"
+
+
+def test_of_several_measurements_one_of_the_release_is_quoted() -> None:
+    rows = [row(ADD, release=release, model=release) for release in ("0.1", "0.2", "0.3")]
+    for release, quoted in (("0.3.1", "0.3"), ("0.2", "0.2"), ("0.4", "0.1"), (None, "0.1")):
+        made = plan(
+            model("deepseek-v3").specs(),
+            SM90,
+            None,
+            Engine(name="vllm", release=release),
+            Policy(measurement=tuple(rows)),
+        )
+        assert all(f"({quoted}, vLLM {quoted}, a GPU)" in reason for reason in reasons(made.expected(ADD)))
+
+
 def test_what_was_measured_beside_the_defaults_says_so() -> None:
     nothing = row(ADD, decode={"8": (0.99, 0.98, 0.995)}, against="default")
     (reason,) = {reason for reason in reasons(in_vllm(nothing).refused(ADD)) if "unless" in reason}

@@ -48,7 +48,7 @@ def test_a_gpu_or_a_release_that_no_measurement_names_is_said() -> None:
     assert defaults.measured_elsewhere("vllm", "sm90", "NVIDIA H200", "0.26.0") is None
     assert defaults.measured_elsewhere("vllm", "sm90", "NVIDIA H100 80GB HBM3", "0.33.0") is None
     assert defaults.measured_elsewhere("vllm", "gfx950", "AMD Instinct MI355X", "0.26.0") is None  # nothing is on there
-    assert defaults.measured_elsewhere("vllm", "sm90", "NVIDIA H200", "0.33.0") is None
+    assert defaults.measured_elsewhere("vllm", "sm90", "NVIDIA H200", "0.33.2+cu130") is None
     for device, release in (("NVIDIA H100 80GB HBM3", "0.26.0"), ("NVIDIA H800", "0.33.0")):
         said = defaults.measured_elsewhere("vllm", "sm90", device, release)
         assert said == (
