@@ -44,6 +44,8 @@ _MLA, _GATED = _with("mla_dual_rms_norm_group_quant"), _with("gated_rms_norm_gro
 _WAYS = {
     "sglang": Way(),
     "triton": Way(engine={"fp8_gemm_runner_backend": "triton"}),
+    # What vLLM takes where it is installed, and SGLang where it is asked.
+    "flashinfer": Way(engine={"fp8_gemm_runner_backend": "flashinfer_deepgemm"}),
     "breakable": Way(engine={"cuda_graph_backend_decode": "breakable"}),
 }
 _CACHE = 340_000
