@@ -15,6 +15,7 @@ from ..adapters.errors import LayerfuseError, SpecError, cut, did_you_mean, show
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.config import ENVIRONMENT, NEEDS_LEVEL, FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
+from ..fusion.engine import SPELT
 from ..fusion.planning import ANY
 from ..fusion.sites import ROLES, UNREAD
 from ..fusion.steps.linear import HELD
@@ -202,6 +203,7 @@ def plan_data(
             *_engine_notes(entry, engine),
             *_of_release(engine, engine_version),
             *_of_another_release(decided),
+            *_left_alone(decided),
             *_uncompiled(around),
             *_linears(decided),
             *_leveled(decided),
@@ -247,6 +249,14 @@ def _engine_notes(entry: ModelEntry, engine: str | None) -> list[str]:
         f"{name} builds the {norms} with epsilon {value:g}; --engine {name} shows that"
         for (name, norms), value in own.items()
     ]
+
+
+def _left_alone(decided: Plan) -> list[str]:
+    """Why an engine lets no fusion happen, and at how many sites."""
+    engine, sites = decided.engine, {each.site for each in decided.refused()}
+    if engine is None or "*" not in engine.refuses or not sites:
+        return []
+    return [f"{len(sites)} sites are left to {SPELT.get(engine.name, engine.name)}: {engine.refuses['*']}."]
 
 
 def _uncompiled(engine: Engine | None) -> list[str]:

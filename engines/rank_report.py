@@ -257,8 +257,12 @@ class Outcome:
 
 def lines_of(outcome: Outcome) -> list[str]:
     """The outcome for people: a line for each fusion that concerns the model, and what of it did not happen."""
-    missed = outcome.missed
-    lines = []
+    missed, engine = outcome.missed, outcome.plan.engine
+    lines: list[str] = []
+    if engine is not None and "*" in engine.refuses:
+        names = ", ".join(filter(outcome.plan.concerns, FUSIONS))
+        count = len({decision.site for decision in outcome.plan.refused()})
+        return [f"{names}: off at {count} sites: {engine.refuses['*']}"] if names else lines
     for name in filter(outcome.plan.concerns, FUSIONS):
         called = _calls(name, outcome)
         fused = len(outcome.fused(name))

@@ -17,6 +17,7 @@ from .decode_facts import CLASS, NAME, SEAM
 from .hooks import HOOKS
 from .host import VLLM
 from .seams import SEAMS
+from .switches import BATCH_INVARIANT, INVARIANT, is_set
 
 
 def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
@@ -72,6 +73,8 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
         return "broken", f"{wrong} LAYERFUSE_FUSIONS={asked}, which is refused (below)"
     except BackendError:
         return "broken", f"{wrong} {BACKEND}={os.environ[BACKEND]}, which no op has (below)"
+    if is_set(BATCH_INVARIANT):
+        return "absent", f"every fusion is left to vLLM {version}: {INVARIANT}"
     would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else in_words("vllm", version) or "no fusion is on by default"
     needed = sum(hook.needed for hook in HOOKS)
     return "found", f"vLLM {version} is {known}; {needed} of {needed} hooks found; {would}"

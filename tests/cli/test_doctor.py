@@ -189,6 +189,18 @@ def test_an_installed_vllm_is_read_for_the_hooks_and_not_imported(version, gone,
     assert "vllm" not in sys.modules
 
 
+def test_a_switch_of_vllms_that_leaves_every_fusion_to_it_is_named(packages, monkeypatch):
+    folder = packages("vllm", dist="vllm", version="0.33.0", files=["__init__.py", *SOURCES])
+    for name, text in SOURCES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    (found,) = doctor.inside("vllm")
+    said = "VLLM_BATCH_INVARIANT is set: vLLM keeps to kernels whose results do not depend on the batch"
+    assert (found.state, found.detail) == ("absent", f"every fusion is left to vLLM 0.33.0: {said}")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert doctor.inside("vllm")[0].state == "found"
+
+
 def test_places_in_vllm_that_are_as_expected_are_one_line_and_others_are_named(packages, run):
     folder = packages("vllm", dist="vllm", version="0.33.0", files=["__init__.py", *SOURCES, "layernorm.py"])
     for name, text in SOURCES.items():

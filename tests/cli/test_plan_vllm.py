@@ -133,6 +133,8 @@ def test_vllms_own_variables_are_read_as_vllm_reads_them(run, monkeypatch):
     for more in ([], ["--enforce-eager"]):
         kind, reason = decisions(run, *asked, *more)["latents", DUAL]
         assert kind == "refused" and reason.startswith("VLLM_BATCH_INVARIANT is set")
+    said = "306 sites are left to vLLM: VLLM_BATCH_INVARIANT is set: vLLM keeps to kernels whose results do not depend on the batch."
+    assert said in " ".join(run("plan", *asked, "--engine", "vllm").out.split())
 
 
 def test_what_vllms_mla_layers_take_at_module_level_is_decided_as_every_fusion_is(run, monkeypatch):

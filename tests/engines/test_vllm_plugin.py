@@ -690,9 +690,12 @@ def test_batch_invariance_is_honoured(
             pass
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse={"strict": True}):  # nothing is asked for
         pass
-    with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH):
+    why = "VLLM_BATCH_INVARIANT is set: vLLM keeps to kernels whose results do not depend on the batch"
+    caplog.clear()
+    with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH) as engine:
         _, compiled = waiting()
         assert not compiled.active
-        assert {d.reason for d in compiled.plan.refused(ADD)} == {
-            "VLLM_BATCH_INVARIANT is set: vLLM keeps to kernels whose results do not depend on the batch"
-        }
+        assert {d.reason for d in compiled.plan.refused(ADD)} == {why}
+        engine()
+    (line,) = [line for line in said(caplog) if "off at" in line]
+    assert re.fullmatch(f"[a-z_, ]*{ADD}, [a-z_, ]*{DUAL}[a-z_, ]*: off at \\d+ sites: {re.escape(why)}", line)
