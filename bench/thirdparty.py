@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -110,10 +111,23 @@ def why_not_imported(third: ThirdParty) -> str | None:
     if missing(third.module.partition(".")[0]):
         return f"{third.package} is not installed (pip install {third.package})"
     try:
-        importlib.import_module(third.module)
+        with _compiling_as_before():
+            importlib.import_module(third.module)
     except Exception as error:  # a package that is built for another torch may fail in any way
         return f"{third.module} cannot be imported: {said(error)}"
     return None
+
+
+@contextmanager
+def _compiling_as_before() -> Iterator[None]:
+    """vLLM, imported, has Inductor compile one kernel after another from then on. Other peers are compiled as without it."""
+    from torch._inductor import config
+
+    threads = config.compile_threads
+    try:
+        yield
+    finally:
+        config.compile_threads = threads
 
 
 def norms_of(work: Work) -> tuple[tuple[Tensor, float], ...]:

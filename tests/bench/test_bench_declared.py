@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import sys
 
 import attrs
 import pytest
@@ -13,6 +14,8 @@ from layerfuse import bench
 from layerfuse.bench import arithmetic, check, inputs, plain_torch
 from layerfuse.bench.baselines import all_peers
 from layerfuse.bench.peers import Setting
+from layerfuse.bench.thirdparty import why_not_imported
+from layerfuse.bench.vllm_peer import VLLM_OPS
 from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.chain import FusionError, Norm
 
@@ -116,6 +119,18 @@ def test_third_parties_have_what_they_offer_and_say_what_they_have_not(case):
     assert "not measured" not in reasons("rms_norm_group_quant", tma_aligned=True)["vllm"]
     short = reasons("add_rms_norm_group_quant", widths=(5001,))
     assert short["vllm"] == "vLLM's kernels want whole groups, and 5001 columns are none of 128"
+
+
+@pytest.mark.parametrize("more", ["", "raise RuntimeError('built for another torch')"])
+def test_importing_a_third_party_leaves_inductor_its_threads(monkeypatch, tmp_path, more):
+    monkeypatch.delitem(sys.modules, "one_thread", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    # As vllm/env_override.py does.
+    (tmp_path / "one_thread.py").write_text(f"import torch\ntorch._inductor.config.compile_threads = 1\n{more}\n")
+    with torch._inductor.config.patch(compile_threads=5):
+        said = why_not_imported(attrs.evolve(VLLM_OPS, module="one_thread"))
+        assert torch._inductor.config.compile_threads == 5
+    assert said == ("one_thread cannot be imported: RuntimeError: built for another torch" if more else None)
 
 
 # ---- Inductor
