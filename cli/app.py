@@ -166,7 +166,8 @@ def plan(
 
     MODEL is a declared name (`layerfuse models`), or the path of a config.json or of its folder.
 
-    "depends": on the number of tokens, on whether a longer fusion is missed, or on what a plan cannot know, as whether a
+    "off": it could stand there, and LAYERFUSE_FUSIONS switches it on. "no": it has no place there, or what it would fuse
+    is not there, or the engine does it itself. "depends": on the number of tokens, on whether a longer fusion is missed, or on what a plan cannot know, as whether a
     checkpoint's linears quantise (--quant says so). With -v it also shows each kind of layer on one rank.
 
     With --batch, --queries, --context, --kv or --aiter it also shows what attention allocates: the heads that AITER's MLA

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from .summary import Footnotes, is_open, possible, show_summary, summed, with_to
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..fusion import Decision
     from ..registry.catalog import ModelEntry
     from ..registry.published import Linears, QuantKind
 
@@ -37,9 +38,9 @@ ENGINE_TARGET = "sm90"
 """Of those where torch can use no GPU: H100s and H200s run most of them."""
 
 LARGEST_TP_LISTED = 64
-_SHOWN = ("fusions", "rows", "paths", "read")
-_WORDS = {"expected": "yes", "fallback": "fallback", "refused": "no", "not_applicable": "not applicable"}
-_STYLES = {"expected": "green", "fallback": "cyan", "refused": "red", "not_applicable": "dim"}
+_SHOWN = ("fusions", "off", "rows", "paths", "read")
+_WORDS = {"expected": "yes", "fallback": "fallback", "off": "off", "refused": "no", "not_applicable": "not applicable"}
+_STYLES = {"expected": "green", "fallback": "cyan", "off": "yellow", "refused": "red", "not_applicable": "dim"}
 
 
 class TooManyRanksError(LayerfuseError, ValueError):
@@ -198,13 +199,14 @@ def plan_data(
         "num_hidden_layers": entry.num_hidden_layers,
         "kinds": kinds,
         "fusions": summed(decided, kinds, does.values()),
+        "off": decided.off,
         "engine_does": does,
         "notes": [
             *_engine_notes(entry, engine),
             *_of_release(engine, engine_version),
             *_of_another_release(decided),
             *_left_alone(decided),
-            *_uncompiled(around),
+            *_uncompiled(decided),
             *_linears(decided),
             *_leveled(decided),
             *_held(decided),
@@ -253,16 +255,25 @@ def _engine_notes(entry: ModelEntry, engine: str | None) -> list[str]:
 
 def _left_alone(decided: Plan) -> list[str]:
     """Why an engine lets no fusion happen, and at how many sites."""
-    engine, sites = decided.engine, {each.site for each in decided.refused()}
-    if engine is None or "*" not in engine.refuses or not sites:
+    engine, refused = decided.engine, decided.refused()
+    if engine is None or "*" not in engine.refuses or not refused:
         return []
-    return [f"{len(sites)} sites are left to {SPELT.get(engine.name, engine.name)}: {engine.refuses['*']}."]
+    return [f"At {_count(refused)} nothing is fused in {SPELT.get(engine.name, engine.name)}: {engine.refuses['*']}."]
 
 
-def _uncompiled(engine: Engine | None) -> list[str]:
+def _count(decisions: Iterable[Decision]) -> str:
+    """At how many sites something is decided."""
+    count = len({each.site for each in decisions})
+    return f"{count} site{'' if count == 1 else 's'}"
+
+
+def _uncompiled(decided: Plan) -> list[str]:
+    engine = decided.engine
     if engine is None or engine.uncompiled is None:
         return []
-    return [f"{engine.uncompiled}: fused ops can stand in its modules only."]
+    return [
+        f"{engine.uncompiled}: fused ops can stand in its modules only, where they are expected at {_count(decided.expected())}."
+    ]
 
 
 def _of_release(engine: str | None, release: str | None) -> list[str]:
@@ -293,17 +304,20 @@ def _unfound(decided: Plan) -> list[str]:
 
 def _leveled(decided: Plan) -> list[str]:
     """How to ask for what is off by its level alone, where nobody has said a level."""
-    off = [each.fusion for each in decided.decisions if each.kind == "refused" and NEEDS_LEVEL in each.reason]
+    off = [each for each in decided.decisions if each.kind == "refused" and NEEDS_LEVEL in each.reason]
     if not off or decided.config.level is not None:
         return []
-    named = ",".join(f"+{name}" for name in dict.fromkeys(off))
-    return [f"{ENVIRONMENT}={named} switches on what level 1 leaves off, {ENVIRONMENT}=all whatever can stand."]
+    named = ",".join(f"+{name}" for name in dict.fromkeys(each.fusion for each in off))
+    return [
+        f"{ENVIRONMENT}={named} switches on what level 1 leaves off at {_count(off)}, {ENVIRONMENT}=all whatever can stand."
+    ]
 
 
 def _held(decided: Plan) -> list[str]:
-    if not any(each.reason.startswith(HELD) for each in decided.decisions):
+    held = [each for each in decided.decisions if each.reason.startswith(HELD)]
+    if not held:
         return []
-    return [f"Nothing says how the linears of this model hold their weights: --quant {NO_QUANT} plans for 16 bits."]
+    return [f"Nothing says how the linears at {_count(held)} hold their weights: --quant {NO_QUANT} plans for 16 bits."]
 
 
 _BLOCKS = (128, 128)
@@ -334,19 +348,19 @@ def _linears(decided: Plan) -> list[str]:
         return []
     from ..engines.vllm.releases import BLOCKS_INSIDE
 
-    quants = {decided.config.quant_at(site) for site in decided.sites}
+    quants = (decided.config.quant_at(site) for site in decided.sites if site.linear is not None)
     blocks = [each for each in quants if each is not None and each.group_size == 128]
     if any(each.inside for each in blocks) and not any(
         each.inside for _, each in decided.config.quant if each is not None
     ):
         return [
-            f"FlashInfer is taken to be installed, with which vLLM quantises inside of its linears; --quant group128 plans for DeepGEMM "
+            f"FlashInfer is taken to be installed, with which vLLM quantises inside of {len(blocks)} linears; --quant group128 plans for DeepGEMM "
             f"({BLOCKS_INSIDE}=0), or without FlashInfer."
         ]
     if not blocks or any(each.inside for each in blocks) or os.environ.get(BLOCKS_INSIDE) == "0":
         return []
     return [
-        "Where FlashInfer is installed, vLLM quantises inside of its linears: --quant group128,inside plans that; "
+        f"Where FlashInfer is installed, vLLM quantises inside of {len(blocks)} linears: --quant group128,inside plans that; "
         f"{BLOCKS_INSIDE}=0 takes DeepGEMM."
     ]
 
@@ -370,14 +384,16 @@ def show_plan(data: dict[str, Any], to: Console, verbose: bool = False) -> None:
         show(Text(note), to, prose_width(to))
     if verbose:
         for kind in data["kinds"]:
-            _show_kind(kind, data["engine_does"].values(), notes, to)
+            _show_kind(kind, data["engine_does"].values(), data["off"], notes, to)
     if "attention" in data:
         from .attention import show_attention
 
         show_attention(data["attention"], to)
 
 
-def _show_kind(kind: Mapping[str, Any], done: Collection[str], notes: Footnotes, to: Console) -> None:
+def _show_kind(
+    kind: Mapping[str, Any], done: Collection[str], off: Collection[str], notes: Footnotes, to: Console
+) -> None:
     """What layers of a kind hold on this rank, and each decision there with the number of its reason."""
     from rich.table import Table
     from rich.text import Text
@@ -392,7 +408,8 @@ def _show_kind(kind: Mapping[str, Any], done: Collection[str], notes: Footnotes,
     for role, decisions in kind["sites"].items():
         for label, decision in _listed(decisions, done):
             open_ = decision["decision"] in ("refused", "not_applicable") and is_open(decision["reason"])
-            verdict = ("depends", "cyan") if open_ else (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
+            word = "off" if decision["decision"] == "refused" and decision["reason"] in off else decision["decision"]
+            verdict = ("depends", "cyan") if open_ else (_WORDS[word], _STYLES[word])
             # Ranges of tokens are of the same sites: those that start at one token count each site once.
             total = sum(
                 other["sites"]
@@ -401,7 +418,7 @@ def _show_kind(kind: Mapping[str, Any], done: Collection[str], notes: Footnotes,
             )
             some = "" if decision["sites"] == total else f" at {decision['sites']} of {total}"
             tokens = "" if decision["tokens"] == str(ANY) else f", {decision['tokens']}"
-            why = notes.mark(with_tokens(decision["reason"], decision["tokens"]))
+            why = notes.mark({with_tokens(decision["reason"], decision["tokens"]): ()})
             grid.add_row(f"  {role}: {label}", Text.assemble(verdict, f"{some}{tokens} {why}"))
     show(grid, to)
 

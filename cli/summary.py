@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MEASURED = "; measured "
 """Between what a fusion is and how fast it was, in a reason."""
-ANSWERS = {"yes": "green", "no": "red", "depends": "cyan"}
+ANSWERS = {"yes": "green", "off": "yellow", "no": "red", "depends": "cyan"}
 
 
 def possible(decisions: Iterable[Mapping[str, Any]], done: Collection[str]) -> set[str]:
@@ -31,16 +31,16 @@ def with_tokens(reason: str, tokens: str) -> str:
 
 
 def summed(plan: Plan, kinds: Iterable[Mapping[str, Any]], done: Collection[str]) -> list[dict[str, Any]]:
-    """Each fusion with its sites by answer, those that stand somewhere first: `fusion`, and `yes`, `no` and `depends`.
+    """Each fusion with its sites by answer, those that stand somewhere first: `fusion`, and `yes`, `off`, `no` and `depends`.
 
-    An answer is a pair: how many sites have it, and the reasons. A role in which no fusion is possible is one row.
+    An answer is how many sites have it, and the sites of each reason. A role in which no fusion is possible is one row.
 
     Args:
         plan: the plan of all layers.
         kinds: tables with the `paths` of the layers of a kind, and their `sites`, as in the JSON.
         done: what the engine does itself, as reasons of the plan begin.
     """
-    rows: dict[str, dict[str, tuple[int, list[str]]]] = {}
+    rows: dict[str, dict[str, tuple[int, dict[str, set[str]]]]] = {}
     role_of = {(path, role): kind for kind in kinds for path in kind["paths"] for role in kind["sites"]}
     for site in plan.sites:
         here = possible(role_of[site.layer, site.role]["sites"][site.role], done)
@@ -50,22 +50,26 @@ def summed(plan: Plan, kinds: Iterable[Mapping[str, Any]], done: Collection[str]
                 found.setdefault(decision.fusion, []).append(decision)
         for name, decisions in (found or {f"any at {site.role}": list(plan.at(site.name))[:1]}).items():
             row = rows.setdefault(name, {})
-            sites, reasons = row.get(answer := _answer(decisions, site.multiplies is not None), (0, []))
-            more = [with_tokens(d.reason, str(d.tokens)) for d in decisions]
-            row[answer] = sites + 1, list(dict.fromkeys([*reasons, *more]))
+            answer = _answer(decisions, plan.off, site.multiplies is not None)
+            sites, reasons = row.get(answer, (0, {}))
+            for d in decisions:
+                reasons.setdefault(with_tokens(d.reason, str(d.tokens)), set()).add(site.name)
+            row[answer] = sites + 1, reasons
     order = sorted(rows.items(), key=lambda row: "yes" not in row[1])
     return [{"fusion": name, **row} for name, row in order]
 
 
-def _answer(decisions: Sequence[Decision], few: bool) -> str:
+def _answer(decisions: Sequence[Decision], off: Collection[str], few: bool) -> str:
     """Depends: on how many tokens there are, on what else is taken, or on what a plan cannot know.
 
-    `few`: the site is a linear, whose product is by design the engine's from so many tokens on. What is expected up to there is a yes.
+    `off`: the reasons that a switch would change. `few`: the site is a linear, whose product is by design the engine's from so many tokens on. What is expected up to there is a yes.
     """
     kinds = {d.kind for d in decisions} - ({"not_applicable"} if few and decisions[0].applies else set())
     if kinds == {"expected"}:
         return "yes"
-    return "depends" if kinds & {"expected", "fallback"} or any(is_open(d.reason) for d in decisions) else "no"
+    if kinds & {"expected", "fallback"} or any(is_open(d.reason) for d in decisions):
+        return "depends"
+    return "off" if all(d.kind == "refused" and d.reason in off for d in decisions) else "no"
 
 
 def is_open(reason: str) -> bool:
@@ -83,22 +87,27 @@ class Footnotes:
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
+        self._sites: dict[str, set[str]] = {}
 
-    def mark(self, *reasons: str) -> str:
-        """The numbers of some reasons: `[1, 3]`."""
-        parts = (part for reason in reasons for part in _parts(reason))
-        numbers = sorted({self._numbers.setdefault(part, len(self._numbers) + 1) for part in parts})
-        return f"[{', '.join(map(str, numbers))}]"
+    def mark(self, reasons: Mapping[str, Collection[str]]) -> str:
+        """The numbers of some reasons, each with the sites that it is given for: `[1, 3]`."""
+        numbers = set()
+        for reason, sites in reasons.items():
+            for part in _parts(reason):
+                numbers.add(self._numbers.setdefault(part, len(self._numbers) + 1))
+                self._sites.setdefault(part, set()).update(sites)
+        return f"[{', '.join(map(str, sorted(numbers)))}]"
 
     def table(self, width: int) -> Table:
-        """All of them, a number and a paragraph each."""
+        """All of them, a number and a paragraph each, which begins with the number of sites."""
         from rich.table import Table
 
         grid = Table.grid(padding=(0, 1))
         grid.add_column(no_wrap=True, justify="right", style="dim")
         grid.add_column(max_width=width - len(str(len(self._numbers))) - 3)
         for reason, number in self._numbers.items():
-            grid.add_row(f"[{number}]", reason)
+            count = len(self._sites[reason])
+            grid.add_row(f"[{number}]", f"{count} site{'' if count == 1 else 's'}: {reason}")
         return grid
 
 
@@ -111,14 +120,16 @@ def show_summary(rows: Iterable[Mapping[str, Any]], to: Console) -> Footnotes:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("fusion", overflow="fold")
     table.add_column("sites", justify="right", no_wrap=True)
-    for answer, style in ANSWERS.items():
-        table.add_column(answer, style=style)
+    rows = list(rows)
+    answers = [answer for answer in ANSWERS if any(answer in row for row in rows)]
+    for answer in answers:
+        table.add_column(answer, style=ANSWERS[answer])
     notes = Footnotes()
     for row in rows:
-        given = {answer: row[answer] for answer in ANSWERS if answer in row}
-        cells = {answer: f"{sites} {notes.mark(*reasons)}" for answer, (sites, reasons) in given.items()}
+        given = {answer: row[answer] for answer in answers if answer in row}
+        cells = {answer: f"{sites} {notes.mark(reasons)}" for answer, (sites, reasons) in given.items()}
         total = str(sum(sites for sites, _ in given.values()))
-        table.add_row(Text(row["fusion"]), total, *(Text(cells.get(answer, "")) for answer in ANSWERS))
+        table.add_row(Text(row["fusion"]), total, *(Text(cells.get(answer, "")) for answer in answers))
     show(table, to)
     to.print()
     show(notes.table(prose_width(to)), to)

@@ -262,14 +262,18 @@ def lines_of(outcome: Outcome) -> list[str]:
     if engine is not None and "*" in engine.refuses:
         names = ", ".join(filter(outcome.plan.concerns, FUSIONS))
         count = len({decision.site for decision in outcome.plan.refused()})
-        return [f"{names}: off at {count} sites: {engine.refuses['*']}"] if names else lines
+        return [f"{names}: cannot stand at {count} sites: {engine.refuses['*']}"] if names else lines
     for name in filter(outcome.plan.concerns, FUSIONS):
         called = _calls(name, outcome)
         fused = len(outcome.fused(name))
         expected = len({decision.site for decision in outcome.plan.expected(name)})
         if not expected and not fused:
-            reasons = Counter(_FIGURES.sub("", decision.reason) for decision in outcome.plan.refused(name))
-            lines += [f"{name}: off at {count} sites: {reason}" for reason, count in reasons.items()]
+            off = outcome.plan.off
+            reasons = Counter(
+                ("off" if each.reason in off else "cannot stand", _FIGURES.sub("", each.reason))
+                for each in outcome.plan.refused(name)
+            )
+            lines += [f"{name}: {word} at {count} sites: {reason}" for (word, reason), count in reasons.items()]
             continue
         lines.append(f"{name}: {expected} expected, {fused} fused, {len(missed.get(name, {}))} missed{called}")
         lines += [f"  missed: {line}" for line in _grouped(missed.get(name, {}))]

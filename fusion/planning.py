@@ -97,6 +97,8 @@ class Plan:
     decisions: tuple[Decision, ...] = field(repr=False)
     measured: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     "Of each measurement that an expected fusion is on by: the fusion, and the release of the engine."
+    off: frozenset[str] = field(default=frozenset(), repr=False)
+    "The reasons of refused decisions that a switch would change: the fusion could stand there."
 
     @cached_property
     def site(self) -> dict[str, Site]:
@@ -318,6 +320,7 @@ def plan(
         sites=every,
         decisions=tuple(decisions),
         measured=tuple(decide.measured),
+        off=frozenset(decide.off),
     )
 
 
@@ -429,6 +432,8 @@ class _Decider:
         "The same of the sites in front: what others go with."
         self.measured: dict[tuple[str, str], None] = {}
         "As `Plan.measured`."
+        self.off: set[str] = set()
+        "As `Plan.off`."
         self.quantised: list[Site] = []
         "The sites where a chain that quantises is expected."
 
@@ -553,9 +558,11 @@ class _Decider:
         if limit is not None and limit.most < 1:
             refusal = refusal or limit.reason
         elif limit is not None and switched is None:
-            refusal = refusal or limit.unless_switched_on
+            off = limit.unless_switched_on or off
         reason = refusal or off
         if reason is not None:
+            if refusal is None:
+                self.off.add(reason)
             return Legality("refused", reason)
         if unknown is not None or measured is None:
             return unknown or found

@@ -1,6 +1,7 @@
 """What `layerfuse plan --engine sglang` and the doctor say beforehand, without SGLang."""
 
 import json
+import re
 import sys
 
 import attrs
@@ -165,3 +166,15 @@ def test_what_has_no_place_in_sglang_depends_on_nothing_that_is_not_known(model,
         rows = [each for kind in kinds for several in kind["sites"].values() for each in several]
         found = [each for each in rows if each["fusion"] == "few_token_experts_group_quant"]
         assert found and all(why in each["reason"] and each["decision"] == "not_applicable" for each in found), found
+
+
+def test_what_is_off_in_sglang_is_told_from_what_has_no_place_there(run):
+    out = run("plan", "deepseek-v3", "--tp", 8, "--target", "h100", "--engine", "sglang", "-v").out
+    assert re.search(r"^fusion +sites +off +no$", out, re.MULTILINE)
+    rows = dict(re.findall(r"^(\w+) +\d+ +(\d+ \[.*)$", out, re.MULTILINE))
+    assert re.fullmatch(r"63 \[\d+\] +59 \[\d+, \d+\]", rows["add_rms_norm_group_quant"])
+    assert re.fullmatch(r"61 \[\d+\]", rows["silu_mul_group_quant"])
+    experts = rows["few_token_experts_group_quant"].removeprefix("58 ")
+    assert f"{experts} 180 sites: SGLang compiles no model, and layerfuse knows no place" in out
+    assert re.search(r"activation: silu_mul_group_quant +off \[", out)
+    assert re.search(r"all_reduce_add_rms_norm +no \[", out)
