@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from ..adapters.errors import LayerfuseError
@@ -26,6 +27,12 @@ class NotFusedError(LayerfuseError, RuntimeError):
         told = [f"layerfuse is strict, and {line}" for line in unfound_lines(self.model, self.fusions)]
         told = told or [f"layerfuse is strict, and nothing is fused in {self.model}: {self.why}"]
         return "\n".join([*told, "Leave it out of `fusions`, or set `strict` to false, if that is acceptable."])
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's first parameter is."""
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def nothing(model: nn.Module, why: str, stops: bool = False) -> None:

@@ -18,7 +18,7 @@ from .config import FusionConfig
 from .engine import Engine
 from .planning import Placed, Plan, plan, several
 from .rewrite import ModuleIndex, Pipeline
-from .target import Target
+from .target import Target, target_of
 
 
 def _all_specs(specs: Iterable[Placed] | None) -> tuple[Placed, ...] | None:
@@ -84,7 +84,7 @@ class Asked:
                 specs = tuple(registry.specs_in(model, parallel=self.parallel))
             unknown = dict(registry.unknown_in(model))
             around = attrs.evolve(around, whole=True, ignored=frozenset(registry.ignored_in(model)))
-        target = _target_of(model) if self.target is None else self.target
+        target = target_of(model) if self.target is None else self.target
         return Seen(specs=specs, unknown=unknown, target=target, around=around)
 
 
@@ -132,11 +132,6 @@ def module_index_of(model: nn.Module) -> ModuleIndex:
         if known != path:
             aliases[path] = known
     return ModuleIndex(paths=frozenset((*first.values(), *aliases)), aliases=aliases)
-
-
-def _target_of(model: nn.Module) -> Target:
-    elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
-    return Target.detect() if elsewhere else Target.named("cpu")
 
 
 def _registry(given: Any) -> Any:

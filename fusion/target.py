@@ -6,13 +6,16 @@ Planning needs no GPU: a target is named, and only `Target.detect` asks torch wh
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import field, frozen
 
 from ..adapters.arguments import check_word
 from ..adapters.errors import ArgumentError, ArgumentValueError, UnknownNameError, did_you_mean, shown
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class UnknownTargetError(UnknownNameError):
@@ -121,6 +124,12 @@ class Target:
 
     def __str__(self) -> str:
         return self.arch
+
+
+def target_of(model: nn.Module) -> Target:
+    """What a loaded model runs on: torch's current device where a parameter is on another device than the CPU, else `cpu`."""
+    elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
+    return Target.detect() if elsewhere else Target.named("cpu")
 
 
 FIRST_FP8 = 89

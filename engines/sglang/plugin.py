@@ -121,7 +121,7 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _arch_of(runner: Any) -> str:
-    from ..devices import target_of
+    from ...fusion.target import target_of
 
     return target_of(runner.model).arch
 

@@ -17,9 +17,9 @@ from ...adapters.specs import AnySpec, FinalNormSpec
 from ...fusion.live_plan import module_index_of
 from ...fusion.planning import plan, unfound
 from ...fusion.sites import Site, mixture_sites
+from ...fusion.target import target_of
 from ..compiled_module import CompiledModule
-from ..devices import device_of, target_of
-from ..loading import linears_left, nothing, say_unknown, tell_unfound
+from ..loading import device_of, linears_left, nothing, say_unknown, tell_unfound
 from ..options import Options
 from ..process import once
 from . import products, routed_experts, shared_experts

@@ -12,6 +12,7 @@ from layerfuse.fusion import FUSIONS, Target, UnknownTargetError, backends, ops
 from layerfuse.fusion.backends import Backend, BackendError
 from layerfuse.fusion.declare import Like, Op, Rows
 from layerfuse.fusion.ops.library import define, repeating
+from layerfuse.fusion.target import target_of
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +98,17 @@ def test_detection_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 1))
     monkeypatch.setattr(torch.version, "hip", None)
     assert Target.detect() == Target(arch="sm121", vendor="nvidia", fp8="e4m3fn")
+
+
+@pytest.mark.parametrize(
+    ("devices", "arch"), [((), "cpu"), (("cpu",), "cpu"), (("cpu", "meta"), "sm90"), (("meta", "cpu"), "sm90")]
+)
+def test_a_model_runs_where_any_of_its_parameters_is(
+    devices: tuple[str, ...], arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one may be kept on the CPU for want of memory."""
+    monkeypatch.setattr(Target, "detect", lambda: Target.named("sm90"))
+    assert target_of(torch.nn.ModuleList(torch.nn.Linear(2, 2, device=device) for device in devices)).arch == arch
 
 
 # ---- ops are what their declarations say
