@@ -86,12 +86,11 @@ class Inspection:
 
     def toml(self) -> str:
         """The entry as models.toml text, with the notes as comments. A draft is nothing but comments, so that it declares nothing."""
-        import tomli_w
-
         from .files import unstructure
+        from .toml import written
 
         comments = "".join(f"# {note}\n" for note in (*self.problems, *self.notes))
-        text = tomli_w.dumps(unstructure({self.entry.name: self.entry}))
+        text = written(unstructure({self.entry.name: self.entry}))
         return comments + (
             "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines()) if self.problems else text
         )

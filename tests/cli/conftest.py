@@ -8,13 +8,13 @@ from pathlib import Path
 
 import attrs
 import pytest
-import tomli_w
 import torch
 from attrs import frozen
 
 from layerfuse import registry
 from layerfuse.cli import main
 from layerfuse.registry import files
+from layerfuse.registry.toml import written
 
 
 @frozen
@@ -30,7 +30,7 @@ def silent_models(tmp_path: Path) -> Path:
     entry = registry.model("gpt-oss-120b")
     silent = attrs.evolve(entry, name="silent-gpt-oss", aliases=[], hf_id=None, experts=None, layer_classes={})
     path = tmp_path / "silent.toml"
-    path.write_text(tomli_w.dumps(files.unstructure({silent.name: silent})), encoding="utf-8")
+    path.write_text(written(files.unstructure({silent.name: silent})), encoding="utf-8")
     return path
 
 

@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
-import tomli_w
 
 from layerfuse import registry
 from layerfuse.adapters import ResidualSpec
 from layerfuse.registry import files
 from layerfuse.registry.inspect import ConfigError, inspect, read_config
+from layerfuse.registry.toml import written
 
 CHECKPOINTS = sorted((Path(__file__).parent.parent / "engines" / "checkpoints").glob("*/config.json"))
 
@@ -437,7 +437,7 @@ def test_hostile_files_get_one_clean_message(run, tmp_path, content, said):
 def test_the_notes_travel_with_the_entry_as_comments():
     text = ask(PLAIN).toml()
     assert text.startswith("# head_dim is not said")
-    assert tomli_w.dumps(files.unstructure(files.parse(text))) in text
+    assert written(files.unstructure(files.parse(text))) in text
 
 
 # ---- contradictions

@@ -4,12 +4,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import tomli_w
 from helpers import ROOT
 
 from layerfuse import registry
 from layerfuse.engines.transformers_facts import KEPT
 from layerfuse.fusion.sites import ROLES
+from layerfuse.registry.toml import written
 
 KIMI_CONFIG = Path(__file__).parent.parent / "engines" / "checkpoints" / "kimi-k2.5" / "config.json"
 
@@ -520,7 +520,7 @@ def test_every_declared_model_can_be_planned(run):
 def test_models_of_a_file_are_known(run, tmp_path):
     entry = json.loads(run("inspect", "--json", "--name", "mine", str(KIMI_CONFIG)).out)["entry"]
     file = tmp_path / "mine.toml"
-    file.write_text(tomli_w.dumps(entry), encoding="utf-8")
+    file.write_text(written(entry), encoding="utf-8")
     assert "mla: 61 layers" in run("plan", "mine", "--models", file, "-v").out
     assert "mine" in run("models", "--models", file).out
 

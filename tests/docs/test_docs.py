@@ -15,11 +15,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import tomli_w
 from doc_blocks import DOCS, blocks_of, expected_outputs, in_own_process, run_command, run_page
 
 from layerfuse import registry
 from layerfuse.registry import files
+from layerfuse.registry.toml import written
 
 PAGES = sorted(DOCS.glob("*.md"))
 WITH = {
@@ -78,7 +78,7 @@ def test_toml_blocks_are_models_files_or_known_fragments(page):
             for key, value in table.items():
                 previous = declared.setdefault(name, {}).get(key)
                 declared[name][key] = {**previous, **value} if isinstance(previous, dict) else value
-        entries = files.parse(tomli_w.dumps({"models": declared}))
+        entries = files.parse(written({"models": declared}))
         registry.fresh().register_models(entries, page.name)
 
 

@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import attrs
-import tomli_w
 from mutations import garbled, mutated, tried
 
 from layerfuse import registry
@@ -15,6 +14,7 @@ from layerfuse.registry import CatalogError, files
 from layerfuse.registry.declare import declared_adapters
 from layerfuse.registry.defaults import MODELS_TOML
 from layerfuse.registry.kinds import KINDS, EngineFacts, ExpertsKind, MLPKind
+from layerfuse.registry.toml import written
 
 SHORT = ("deepseek-v2-lite", "kimi-linear-48b-a3b", "gpt-oss-20b", "qwen3.5-27b", "longcat-flash")
 DOCUMENT = {"models": {name: files.tomllib.loads(MODELS_TOML.read_text())["models"][name] for name in SHORT}}
@@ -75,7 +75,7 @@ def one(chance: random.Random) -> str:
     document = {"models": {name: DOCUMENT["models"][name] for name in chance.sample(SHORT, chance.randint(1, 2))}}
     if chance.random() < 0.75:
         return held(mutated(document, chance, KEYS), chance)
-    text = tomli_w.dumps(document)
+    text = written(document)
     for _ in range(chance.randint(1, 4)):
         text = garbled(text, chance)
     return held(text.encode("utf-8", "surrogatepass") if chance.random() < 0.5 else text, chance)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 from helpers import ROOT, run_python
 from toml_samples import BAD, BAD_CLASSES, GOOD, NOT_OF_ONE_VALUE, also, but, with_class
 
@@ -16,6 +15,7 @@ from layerfuse import registry
 from layerfuse.registry import CatalogError, files
 from layerfuse.registry import schema as schemas
 from layerfuse.registry.inspect import read_config
+from layerfuse.registry.toml import written
 
 MODELS_TOML = ROOT / "models.toml"
 
@@ -102,7 +102,7 @@ def test_a_file_goes_round_unchanged() -> None:
     for entries in (files.read_file(MODELS_TOML), files.parse(with_class('[{ like = "vllm:MLAAttention" }]'))):
         document = files.unstructure(entries)
         assert files.structure(document, "again") == entries
-        assert files.parse(tomli_w.dumps(document)) == entries
+        assert files.parse(written(document)) == entries
 
 
 def test_models_toml_is_the_library_s_own_and_is_registered_whole() -> None:
