@@ -51,8 +51,16 @@ def _fixed(instance: ActivationQuant, _attribute: object, value: str | None) -> 
         raise ActivationQuantError(f"ActivationQuant.fixed: {value} has no group size and no ue8m0 to choose")
 
 
-FIXED = ("static", "mxfp8", "mxfp4")
-"""Schemes that leave nothing to choose."""
+def _tiles(instance: ActivationQuant, _attribute: object, value: object) -> None:
+    if value and instance.fixed != "nvfp4":
+        raise ActivationQuantError("ActivationQuant.swizzled: scales in tiles are NVFP4's; say fixed='nvfp4' too")
+
+
+FIXED = ("static", "mxfp8", "mxfp4", "nvfp4")
+"""Schemes that leave nothing to choose, but for the layout of NVFP4's scales."""
+
+OPTIONS = ("column_major", "tma_aligned", "ue8m0", "swizzled", "inside")
+"""What may stand behind a scheme, as `ActivationQuant.parse` reads it."""
 
 
 @frozen(kw_only=True, cache_hash=True)
@@ -74,18 +82,20 @@ class ActivationQuant:
     inside: bool = field(default=False, validator=_flag)
     "The op that multiplies quantises too, and takes what it reads as it is: a fusion finds the quantisation where an engine takes it out."
     fixed: str | None = field(default=None, validator=_fixed)
-    "static: one scale for the whole tensor, from calibration. mxfp8, mxfp4: OCP's MX formats. None: dynamic fp8."
+    "static: one scale for the whole tensor, from calibration. mxfp8, mxfp4: OCP's MX formats. nvfp4: NVIDIA's. None: dynamic fp8."
+    swizzled: bool = field(default=False, validator=[_flag, _tiles])
+    "NVFP4's scales in tiles of 128 rows and 4 scales, as NVIDIA's products take them; else row by row."
 
     @property
     def scheme(self) -> str:
-        """`static`, `per_token`, `group`, `mxfp8` or `mxfp4`, as the fused ops are named."""
+        """`static`, `per_token`, `group`, `mxfp8`, `mxfp4` or `nvfp4`, as the fused ops are named."""
         return self.fixed or ("per_token" if self.group_size is None else "group")
 
     @classmethod
     def parse(cls, text: str) -> ActivationQuant:
-        """From words with commas: `static`, `per_token`, `group128`, `mxfp8` or `mxfp4`, and then options.
+        """From words with commas: `static`, `per_token`, `group128`, `mxfp8`, `mxfp4` or `nvfp4`, and then options.
 
-        The options are `column_major`, `tma_aligned` (which implies column_major), `ue8m0` and `inside`.
+        The options are `column_major`, `tma_aligned` (which implies column_major), `ue8m0`, `swizzled` and `inside`.
 
         Raises:
             ActivationQuantError: another word.
@@ -94,17 +104,18 @@ class ActivationQuant:
             raise ArgumentError(f"ActivationQuant.parse: expected a text such as 'group128,ue8m0', got {shown(text)}")
         scheme, *options = (word.strip() for word in text.split(","))
         match = re.fullmatch(r"group(\d+)", scheme)
-        unknown = [word for word in options if word not in ("column_major", "tma_aligned", "ue8m0", "inside")]
+        unknown = [word for word in options if word not in OPTIONS]
         if (scheme not in ("per_token", *FIXED) and match is None) or unknown:
             raise ActivationQuantError(
-                f"expected static, per_token, group{'|'.join(map(str, GROUP_SIZES))}, mxfp8 or mxfp4, then column_major, "
-                f"tma_aligned, ue8m0 or inside, separated by commas, got {shown(text)}"
+                f"expected static, per_token, group{'|'.join(map(str, GROUP_SIZES))}, {', '.join(FIXED[1:-1])} or {FIXED[-1]}, then "
+                f"{', '.join(OPTIONS[:-1])} or {OPTIONS[-1]}, separated by commas, got {shown(text)}"
             )
         return cls(
             group_size=None if match is None else int(match[1]),
             column_major="column_major" in options or "tma_aligned" in options,
             use_ue8m0="ue8m0" in options,
             tma_aligned="tma_aligned" in options,
+            swizzled="swizzled" in options,
             inside="inside" in options,
             fixed=scheme if scheme in FIXED else None,
         )
@@ -112,7 +123,8 @@ class ActivationQuant:
     def __str__(self) -> str:
         where = " inside of the product" if self.inside else ""
         if self.fixed is not None:
-            return ("a static scale" if self.fixed == "static" else self.fixed) + where
+            tiles = " with scales in tiles of 128 x 4" if self.swizzled else ""
+            return ("a static scale" if self.fixed == "static" else self.fixed) + tiles + where
         what = "one scale per token" if self.group_size is None else f"one scale per {self.group_size} columns"
         layout = ", column-major and TMA-aligned" if self.tma_aligned else ", column-major"
         return what + (layout if self.column_major else "") + (", powers of two" if self.use_ue8m0 else "") + where

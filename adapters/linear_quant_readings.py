@@ -23,6 +23,8 @@ Answer: TypeAlias = ActivationQuant | str | None
 
 PER_TOKEN = ActivationQuant()
 STATIC = ActivationQuant(fixed="static")
+NVFP4 = ActivationQuant(fixed="nvfp4", swizzled=True)
+PADS = "pads the rows of its quantised activations"
 PER_TENSOR = "quantises activations with one scale for all tokens"
 IN_KERNEL = "quantises activations inside its matrix product"
 BY_KERNEL = "multiplies by a kernel that decides itself whether it quantises activations"
@@ -261,6 +263,14 @@ def rocm_mxfp8(_: Any, linear: Any) -> Answer:
     return None if at(linear, "weight").element_size() > 1 else ActivationQuant(fixed="mxfp8")
 
 
+def nvfp4(_: Any, linear: Any) -> Answer:
+    """vllm/model_executor/kernels/linear/nvfp4: `scaled_fp4_quant` in front of the product, which has scales in tiles.
+
+    Where the width is no multiple of 32 the weight is padded, and activations with it.
+    """
+    return PADS if at(linear, "input_size_per_partition") % 32 else NVFP4
+
+
 def marlin(kernel: Any, _: Any) -> Answer:
     """vllm/model_executor/kernels/linear/scaled_mm/marlin.py: weight-only unless VLLM_MARLIN_INPUT_DTYPE is set."""
     return None if maybe(kernel, "marlin_input_dtype") is None else IN_KERNEL
@@ -282,7 +292,7 @@ _SGLANG_BLOCK: dict[str, dict[str, bool] | str] = {
     "torch_w8a8_block_fp8_linear": _ROW_MAJOR,
     "deepgemm_w8a8_block_fp8_linear_with_fallback": _TMA_ALIGNED,
     "aiter_w8a8_block_fp8_linear": _ROW_MAJOR,
-    "cutlass_w8a8_block_fp8_linear_with_fallback": "pads the rows of its quantised activations",
+    "cutlass_w8a8_block_fp8_linear_with_fallback": PADS,
     "flashinfer_gemm_w8a8_block_fp8_linear_with_fallback": "lays out the scales as the GPU's FlashInfer kernel takes them",
     "flashinfer_deepgemm_w8a8_block_fp8_linear_with_fallback": IN_KERNEL + " below 32 tokens, and before it above that",
 }

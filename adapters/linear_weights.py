@@ -85,8 +85,20 @@ def _quant_key(method: Any, linear: Any) -> WeightSpec | None:
     dtype = stored(linear, "weight").dtype
     if dtype.itemsize in (2, 4) and dtype.is_floating_point:
         return plain_weight(dtype)
-    key = at(method, "weight_quant_key")
+    return _of_key(at(method, "weight_quant_key"))
+
+
+def _modelopt(method: Any, _: Any) -> WeightSpec | None:
+    """vllm/model_executor/layers/quantization/modelopt.py, `ModelOptLinearMethod`: of two keys, of the weight and of activations."""
+    return _of_key(at(method, "spec.weight"))
+
+
+def _of_key(key: Any) -> WeightSpec | None:
     rows, columns = key.scale.group_shape
+    if not _name(key.dtype).startswith("float8"):  # vLLM's word for two values of four bits to a byte
+        return _nvfp4() if key.scale2 is not None and (rows, columns) == (1, 16) else None
+    if rows == 1 < columns:  # of an MX format
+        return weight_spec(_name(key.dtype), "mx", (1, 32)) if columns == 32 else None
     if (rows, columns) == (-1, -1):
         return weight_spec(_name(key.dtype), "tensor", None)
     channel = (rows, columns) in ((-1, 1), (1, -1))  # vLLM's words for it are those of activations, or of weights
@@ -101,6 +113,10 @@ def _packed_integers(scheme: Any, _: Any) -> WeightSpec | None:
 
 def _mx(dtype: str) -> Reading:
     return lambda *_: weight_spec(dtype, "mx", (1, 32))
+
+
+def _nvfp4(*_: Any) -> WeightSpec:
+    return weight_spec(_FP4, "group", (1, 16))
 
 
 def _sglang_fp8(method: Any, linear: Any) -> WeightSpec | None:
@@ -183,6 +199,9 @@ TABLE: dict[str, Reading] = {
     "vllm:CompressedTensorsWNA16": _packed_integers,
     "vllm:CompressedTensorsW8A8Mxfp8": _mx("float8_e4m3fn"),
     "vllm:CompressedTensorsW4A4Mxfp4": _mx(_FP4),
+    "vllm:CompressedTensorsW4A4Fp4": _nvfp4,
+    "vllm:QuarkNVFP4": _nvfp4,
+    "vllm:ModelOptLinearMethod": _modelopt,
     "sglang:UnquantizedLinearMethod": _plain,
     "sglang:Fp8LinearMethod": _sglang_fp8,
     "sglang:W8A8Fp8LinearMethod": _sglang_fp8,

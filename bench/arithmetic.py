@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812 (everybody's name for it)
 from ..fusion.chain import Form
 from ..fusion.compose import written
 from ..fusion.ops.groups import world_size
-from ..fusion.ops.quantisation import quantise_mxfp4, quantise_mxfp8
+from ..fusion.ops.quantisation import quantise_mxfp4, quantise_mxfp8, quantise_nvfp4
 
 Results = tuple[Tensor, ...]
 
@@ -118,6 +118,7 @@ _ROUNDED: dict[str, Callable[..., Any]] = {
     "_quantise_static": quantise_static,
     "_quantise_mxfp8": quantise_mxfp8,
     "_quantise_mxfp4": quantise_mxfp4,
+    "_quantise_nvfp4": quantise_nvfp4,
     "_pad": _padded,
 }
 
@@ -168,6 +169,7 @@ EXACT: Arithmetic = {
     "_quantise_static": lambda values, *_: values,
     "_quantise_mxfp8": lambda values: (values, values),
     "_quantise_mxfp4": lambda values: (values, values),
+    "_quantise_nvfp4": lambda values, *_: (values, values),
     "_store": lambda value, _: value,
 }
 """In float64 and never rounded. In place of quantised values and of their scales, the values themselves."""

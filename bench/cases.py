@@ -14,7 +14,20 @@ from attrs import frozen
 from ..adapters.errors import shown
 from ..fusion.catalog import FUSIONS
 from ..fusion.chain import Form, Fusion
-from ..fusion.declare import Exponents, Index, Like, Packed, Padded, Quantised, Result, Rows, Table, Weight
+from ..fusion.declare import (
+    BlockScale,
+    Exponents,
+    Index,
+    Like,
+    Packed,
+    Padded,
+    Quantised,
+    Result,
+    Rows,
+    StaticScale,
+    Table,
+    Weight,
+)
 from ..fusion.sites import OWN_PLACE
 from .errors import BenchError, UnknownFusionError
 
@@ -29,9 +42,6 @@ INDEX_SIZE = 8
 
 EPSILON = 1e-6
 """Of every norm, where widths are given instead of a model."""
-
-MX_COLUMNS = 32
-"""Columns per exponent of the MX formats."""
 
 _S = TypeVar("_S")
 
@@ -68,7 +78,7 @@ class Case:
     weight_dtype: str
     "Likewise."
     quant: str | None
-    "static, per_token, group, mxfp8, mxfp4 or None."
+    "static, per_token, group, mxfp8, mxfp4, nvfp4 or None."
     fp8: str | None
     "e4m3fn or e4m3fnuz; None where nothing is quantised to it."
     group_size: int | None
@@ -118,19 +128,23 @@ class Case:
             return tokens, width
         if isinstance(result, Packed):
             return tokens, width // 2
-        if isinstance(result, Exponents):
-            return tokens, width // MX_COLUMNS
+        if isinstance(result, BlockScale):
+            return tokens, width // result.columns
         return tokens, 1 if self.group_size is None else -(-width // self.group_size)
 
     def bytes_read(self, tokens: int) -> int:
-        """The rows of every token with its row of a rope's tables, the weights and a static scale, each once."""
+        """The rows of every token with its row of a rope's tables, the weights and a scale that is given, each once."""
         op, size = self.form.op, ITEM_SIZES[self.dtype]
         rows = sum(self.width_of(rows.name) for rows in op.rows)
         weights = sum(self.widths[rows_of(op, each.of).width] for each in op.args if isinstance(each, Weight))
         if self.turned is not None:
             rows += len(names_of(op, Table)) * self.turned // 2
         index = INDEX_SIZE * len(names_of(op, Index))
-        return tokens * (rows * size + index) + weights * ITEM_SIZES[self.weight_dtype] + 4 * (self.quant == "static")
+        return (
+            tokens * (rows * size + index)
+            + weights * ITEM_SIZES[self.weight_dtype]
+            + 4 * len(names_of(op, StaticScale))
+        )
 
     def bytes_written(self, tokens: int) -> int:
         """All results of every token, the scales included, each once."""
@@ -148,6 +162,8 @@ class Case:
             return self.dtype
         if isinstance(result, Packed | Exponents):
             return "uint8"
+        if isinstance(result, BlockScale):
+            return "e4m3fn"
         return self.fp8 or "" if isinstance(result, Quantised) else "fp32"
 
     def bytes_moved(self, tokens: int) -> int:

@@ -19,7 +19,7 @@ from ..fusion.declare import Like, Padded
 from ..fusion.ops.quantisation import scale_strides
 from ..fusion.steps import Add, Quant
 from .arithmetic import EXACT, LARGEST, SMALLEST_AMAX, compose
-from .cases import MX_COLUMNS, step_of
+from .cases import step_of
 from .inputs import DTYPES, FP8_DTYPES, Work
 
 SUM_UNITS = 0.6
@@ -156,14 +156,14 @@ def _quantised(work: Work, quant: Quant, right: Tensor, found: list[Tensor], mor
     case = work.case
     slack = SCALE_UNITS * FLOAT32 + NORM_UNITS[work.dtype] * torch.finfo(work.dtype).eps
     width = right.shape[-1]
-    step = _FORMATS["e2m1" if quant.per == "mxfp4" else case.fp8 or ""]
-    got = _e2m1(found[0]) if quant.per == "mxfp4" else found[0].float().double()  # float8 has no arithmetic of its own
+    step = _FORMATS["e2m1" if quant.format.packed else case.fp8 or ""]
+    got = _e2m1(found[0]) if quant.format.packed else found[0].float().double()  # float8 has no arithmetic of its own
     problem = ""
     if quant.per == "static":
         scale = work.weights[quant.scale].double()
     else:
         groups = found[1].shape[-1]
-        size = MX_COLUMNS if quant.format.mx else width if case.group_size is None else case.group_size
+        size = quant.format.block or (width if case.group_size is None else case.group_size)
 
         def largest_of(values: Tensor) -> Tensor:
             return torch.nn.functional.pad(values, (0, groups * size - width)).unflatten(-1, (groups, size)).amax(-1)
@@ -171,7 +171,11 @@ def _quantised(work: Work, quant: Quant, right: Tensor, found: list[Tensor], mor
         amax = largest_of(right.abs())
         # Of a largest value, relative to it.
         off = slack if more is None else largest_of(more).div_(amax.clamp(min=SMALLEST_AMAX)).add_(slack)
-        if quant.format.mx:
+        if quant.per == "nvfp4":
+            factor = work.weights[quant.global_scale].double()
+            problem = _small_scale_problem(amax * factor / 6, found[1].float().double(), off)
+            per_group = found[1].float().double() / factor
+        elif quant.format.block:
             largest = 2 if quant.per == "mxfp4" else 8
             problem = _exponent_problem(amax, found[1], off, largest)
             per_group = torch.exp2(found[1].double() - 127)
@@ -234,6 +238,14 @@ def _exponent_problem(amax: Tensor, got: Tensor, slack: float | Tensor, largest:
 
     low, high = byte(amax * (1 - slack)), byte(amax * (1 + slack))
     return "" if bool(((got >= low) & (got <= high)).all()) else "an exponent is not that of the largest of its values"
+
+
+def _small_scale_problem(ideal: Tensor, got: Tensor, slack: float | Tensor) -> str:
+    """The nearest of e4m3fn; within rounding of the middle of two either is right."""
+    low, high = (
+        (ideal * each).clamp(max=448.0).to(torch.float8_e4m3fn).float().double() for each in (1 - slack, 1 + slack)
+    )
+    return "" if bool(((got >= low) & (got <= high)).all()) else "a scale is not that of the largest of its values"
 
 
 def _scale_problem(ideal: Tensor, got: Tensor, slack: float | Tensor, ue8m0: bool) -> str:

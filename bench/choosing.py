@@ -26,7 +26,7 @@ from ..fusion.declare import (
 )
 from ..fusion.sites import LATENTS, ROLES, Site, sites_of
 from ..fusion.steps import GATES, Add, GatedNorm, Quant, Rope, SiluMul
-from .cases import EPSILON, ITEM_SIZES, MX_COLUMNS, Case, forms, known_form, names_of, rows_of, step_of, whole_numbers
+from .cases import EPSILON, ITEM_SIZES, Case, forms, known_form, names_of, rows_of, step_of, whole_numbers
 from .errors import BenchError
 
 if TYPE_CHECKING:
@@ -182,8 +182,9 @@ def make_case(
         kv_heads=options.kv_heads,
         turned=options.turned,
     )
-    if quant is not None and quant.format.mx and case.width_of(op.rows[0].name) % MX_COLUMNS:
-        raise BenchError(f"{name} has one exponent per {MX_COLUMNS} columns: the width must be a multiple of that")
+    block = 0 if quant is None else quant.format.block
+    if block and case.width_of(op.rows[0].name) % block:
+        raise BenchError(f"{name} has one scale per {block} columns: the width must be a multiple of that")
     return case
 
 
@@ -239,9 +240,9 @@ def _refusals(name: str, form: Form, options: Options) -> Iterator[str]:
 
 def _fp8(form: Form, options: Options, detected: str) -> str | None:
     quant = step_of(form, Quant)
-    if quant is None or quant.per == "mxfp4":
+    if quant is None or quant.format.packed:
         return None
-    return FP8[0] if quant.format.mx else options.fp8 or detected
+    return FP8[0] if quant.format.block else options.fp8 or detected
 
 
 def _padded_width(form: Form, shape: _Shape, options: Options) -> int | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from ..adapters.arguments import expect
+from ..fusion.formats import BLOCKS
 from .against import AGAINST, best_unfused, ratio
 from .result import COPY, NOT_ASKED_FOR, Result, Row
 
@@ -134,7 +135,7 @@ def _said_of_right_ones(result: Result) -> Iterator[str]:
 def _quantised(case: Case) -> str:
     if case.quant == "static":
         return f"{case.fp8} by a given scale"
-    if case.quant in ("mxfp8", "mxfp4"):
+    if case.quant in BLOCKS:
         return case.quant
     scale = "per token" if case.group_size is None else f"per {case.group_size} columns"
     order = ", TMA-aligned" if case.tma_aligned else ", column-major" if case.column_major else ""

@@ -6,15 +6,31 @@ The units are those that `layerfuse bench` holds every peer to. There results ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from .declare import Argument, Cache, Exponents, Flag, GroupSize, Op, Packed, Quantised, Result, Scales
+from .declare import (
+    Argument,
+    BlockScale,
+    Cache,
+    Exponents,
+    Flag,
+    GlobalScale,
+    GroupSize,
+    Op,
+    Packed,
+    Quantised,
+    Result,
+    Scales,
+    SmallScales,
+    Swizzled,
+)
 from .ops.cache_layout import DS_GROUP
-from .ops.quantisation import LARGEST, MX_COLUMNS
+from .ops.quantisation import LARGEST, unswizzled
 
 NORM_UNITS = {torch.bfloat16: 1.6, torch.float16: 1.6, torch.float32: 16.0}
 """Largest relative error of a norm, in units of its dtype's epsilon. A rounding errs by half a unit, and kernels that
@@ -71,7 +87,7 @@ def compare(op: Op, given: tuple[Any, ...], got: tuple[Tensor, ...], wanted: tup
     dtype = given[0].dtype
     slack = SCALE_UNITS * FLOAT32 + NORM_UNITS.get(dtype, 0.0) * torch.finfo(dtype).eps
     subnormal = _step_below_normal(dtype)
-    scaling = next((each for each in op.results if isinstance(each, Scales | Exponents)), None)
+    scaling = next((each for each in op.results if isinstance(each, Scales | BlockScale)), None)
     powers = isinstance(scaling, Exponents) or any(
         isinstance(each, Flag) and each.name == "use_ue8m0" and named[each.name] for each in op.args
     )
@@ -83,9 +99,14 @@ def compare(op: Op, given: tuple[Any, ...], got: tuple[Tensor, ...], wanted: tup
             yield _apart(each.name, mine, right, slack, 0.0, steps=1 if powers else 0)
         elif isinstance(each, Exponents):
             yield _apart(each.name, mine, right, 0.0, 1.0)
+        elif isinstance(each, SmallScales):
+            # Rounding may move a scale to the next one of its format.
+            yield _apart(each.name, mine.float(), right.float(), 2.0**-3 + slack, _SMALLEST[mine.dtype], shown=mine)
         elif isinstance(each, Quantised | Packed):
-            size = None if scaling is None else MX_COLUMNS if isinstance(scaling, Exponents) else group
+            size = scaling.columns if isinstance(scaling, BlockScale) else None if scaling is None else group
             factors = [None if scaling is None else of[scaling.name] for of in (ours, theirs)]
+            if isinstance(scaling, SmallScales):
+                factors = [_small(op, named, of[scaling.name], mine) for of in (ours, theirs)]
             yield _quantised(each.name, mine, right, factors, size, slack, subnormal, named.get("scale"))
         elif isinstance(each, Cache) and mine.dtype == torch.uint8:
             yield from _ds_mla(each, named, mine, right, slack, subnormal)
@@ -161,6 +182,15 @@ def _spread(scales: Tensor, width: int, size: int | None) -> Tensor:
     """What multiplies each of the values: of one scale, or exponent, for so many of them, or for the whole row."""
     factor = torch.exp2(scales.double() - 127) if scales.dtype == torch.uint8 else scales.double()
     return factor.repeat_interleave(width if size is None else size, dim=-1)[..., :width]
+
+
+def _small(op: Op, named: Mapping[str, Any], scales: Tensor, values: Tensor) -> Tensor:
+    """What multiplies each group of NVFP4's values (..., width / 2), (..., width / 16) in float64."""
+    kinds = {type(each): named[each.name] for each in op.args}
+    groups = (*values.shape[:-1], values.shape[-1] * 2 // SmallScales.columns)
+    if kinds[Swizzled]:
+        scales = unswizzled(scales, prod(groups[:-1]), groups[-1]).view(groups)
+    return scales.float().double() / kinds[GlobalScale].double()
 
 
 def _e2m1(bytes_: Tensor) -> Tensor:

@@ -218,6 +218,10 @@ class TmaAligned(Flag):
     """The layout of column-major scales: each column on 16 bytes."""
 
 
+class Swizzled(Flag):
+    """The layout of NVFP4's scales: in tiles of 128 rows and 4 scales, as tensor cores take them."""
+
+
 @frozen(kw_only=True, eq=False, repr=False)
 class Choice(Argument):
     """One of several words, the first of them unless given."""
@@ -259,6 +263,14 @@ class StaticScale(Argument):
 
     name: str = "scale"
     doc: str = "one float32 element on the device of the rows: values are divided by it."
+
+
+@frozen(kw_only=True, eq=False, repr=False)
+class GlobalScale(StaticScale):
+    """The scale over the scales of NVFP4, vLLM's `input_global_scale`: 448 * 6 over the largest magnitude of a calibration."""
+
+    name: str = "global_scale"
+    doc: str = "one float32 element on the device of the rows: 448 * 6 over the largest magnitude there may be; scales are stored times it."
 
 
 @frozen(kw_only=True, eq=False, repr=False)
@@ -432,6 +444,10 @@ TMA_ALIGNED = TmaAligned(
     doc="column-major scales whose columns start on 16 bytes, as TMA loads want it: strides (1, M rounded up to 4).",
 )
 UE8M0 = Flag(name="use_ue8m0", doc="round the scales up to powers of two.")
+SWIZZLED = Swizzled(
+    name="swizzled",
+    doc="the scales in tiles of 128 rows and 4 columns, (rows up to 128, columns up to 4), with zeros where there is no row or column.",
+)
 
 
 @frozen(kw_only=True, eq=False, repr=False)
@@ -460,8 +476,22 @@ class Packed(Result):
     """Two fp4 (e2m1) values per byte, the first in the low bits: uint8, half as wide as `of`."""
 
 
-class Exponents(Result):
+class BlockScale(Result):
+    """One byte per `columns` of a row: what scales them."""
+
+    columns: ClassVar[int]
+
+
+class Exponents(BlockScale):
     """The scales of MX formats: their exponents plus 127 (e8m0) in uint8, one per 32 columns."""
+
+    columns = 32
+
+
+class SmallScales(BlockScale):
+    """The scales of NVFP4: float8_e4m3fn, one per 16 columns; laid out as the argument of kind `Swizzled` says."""
+
+    columns = 16
 
 
 class Padded(Result):

@@ -81,6 +81,11 @@ class Target:
         return self.arch.startswith(("gfx950", "gfx125")) or (self.vendor == "nvidia" and int(number or 0) >= FIRST_MX)
 
     @property
+    def nvfp4(self) -> bool:
+        """Whether its matrix units take NVFP4: NVIDIA from sm100 on."""
+        return self.vendor == "nvidia" and self.mx
+
+    @property
     def name(self) -> str:
         """The name to give `Target.named`."""
         return self.arch

@@ -30,7 +30,6 @@ LINEARS: tuple[Linears, ...] = ("attention", "mlps", "shared_experts", "experts"
 
 ELSEWHERE: Mapping[str, str] = {
     "int8": "int8, with one scale per token",
-    "nvfp4": "NVFP4: 4 bits, in groups of 16 with scales in fp8",
 }
 """Quantisations of activations that checkpoints have and no fusion does, in words."""
 
@@ -46,8 +45,8 @@ class QuantKind:
     scheme: Literal["tensor", "channel", "block", "group", "mx"]
     "What shares a scale, as `WeightSpec.scheme`."
     activation: str
-    """What they do to what they read, as `plan --quant` takes it: "group128"; "none": they take it as it is. "int8" and "nvfp4": they quantise it
-    so, which no fusion does."""
+    """What they do to what they read, as `plan --quant` takes it: "group128"; "none": they take it as it is. "int8": they quantise it so,
+    which no fusion does."""
     source: str
     "Where that was read."
     block: list[int] | None = None

@@ -14,6 +14,8 @@ Words: TypeAlias = dict[str, Any]
 """Of a `QuantKind`: weight, scheme, block where the scheme has one, activation."""
 
 _FP8, _FP4 = "float8_e4m3fn", "float4_e2m1fn"
+NVFP4 = "nvfp4,swizzled"
+"""As products take activations in NVFP4: NVIDIA's alone do, and they want scales in tiles."""
 
 
 class UnreadError(Exception):
@@ -135,7 +137,7 @@ def _modelopt(said: Mapping[str, Any]) -> Words:
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
         return _weight(_FP8, "channel", activation="per_token")
     if algorithm == "NVFP4":
-        return _weight(_FP4, "group", [1, said.get("group_size", 16)], "nvfp4")
+        return _weight(_FP4, "group", [1, said.get("group_size", 16)], NVFP4)
     raise UnreadError(f"its quant_algo is {shown(algorithm)}")
 
 
@@ -195,7 +197,7 @@ def _compressed_activation(reads: Mapping[str, Any] | None) -> str:
         (8, "float", "token", True): "per_token",
         (8, "float", "tensor", False): "static",
         (8, "int", "token", True): "int8",
-        (4, "float", "tensor_group", "local"): "nvfp4",
+        (4, "float", "tensor_group", "local"): NVFP4,
     }
     if said == (8, "float", "group", True):
         return f"group{reads.get('group_size')}"
@@ -208,7 +210,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Words]] = {
     "fp8": _fp8,
     "mxfp8": lambda _: _weight(_FP8, "mx", [1, 32], "mxfp8"),
     "mxfp4": lambda _: _weight(_FP4, "mx", [1, 32]),  # its linears read what they are given as it is
-    "nvfp4": lambda _: _weight(_FP4, "group", [1, 16], "nvfp4"),
+    "nvfp4": lambda _: _weight(_FP4, "group", [1, 16], NVFP4),
     "fbgemm_fp8": lambda _: _weight(_FP8, "channel", activation="per_token"),
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,

@@ -12,6 +12,7 @@ from ..fusion.declare import (
     REQUIRED,
     Argument,
     Epsilon,
+    GlobalScale,
     GroupSize,
     Limit,
     Number,
@@ -80,6 +81,8 @@ def arguments_of(
         if isinstance(argument, Weight):
             weight = torch.randn(rows[argument.of], generator=generator) * 0.2 + 1 - offset
             return weight.to(weight_dtype or dtype).to(device)
+        if isinstance(argument, GlobalScale):
+            return torch.tensor([400.0], device=device)
         if isinstance(argument, StaticScale):
             return torch.tensor([0.013], device=device)
         if isinstance(argument, Table) and argument.partial:

@@ -28,7 +28,8 @@ GROUP = "layerfuse.fusions"
 """The group of entry points."""
 
 CANONICAL = (
-    *("rms_norm", "quantise_per_token", "quantise_group", "quantise_static", "quantise_mxfp8", "quantise_mxfp4"),
+    *("rms_norm", "quantise_per_token", "quantise_group", "quantise_static"),
+    *("quantise_mxfp8", "quantise_mxfp4", "quantise_nvfp4"),
 )
 """The ops of `ops.canonical`, which needs torch: like those of MLA layers, ops that no fusion may be called."""
 

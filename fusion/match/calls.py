@@ -60,6 +60,14 @@ def name_of_op(node: Node) -> str | None:
     return str(op._schema.name) if isinstance(op, torch._ops.OpOverload) else None
 
 
+def overload_of_op(node: Node) -> str | None:
+    """As `name_of_op`, with the overload behind a dot where it is not the default one."""
+    op = node.args[0] if node.target in (_FUNCTIONALISED, _FUNCTIONALISED_V2) else node.target
+    overload = op._schema.overload_name if isinstance(op, torch._ops.OpOverload) else ""
+    name = name_of_op(node)
+    return f"{name}.{overload}" if overload else name
+
+
 def call_of(node: Node) -> Call:
     """The call that a node with a `name_of_op` is."""
     if node.target is _FUNCTIONALISED:

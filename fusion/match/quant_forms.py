@@ -12,16 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..formats import FORMATS
 from ..ops.quantisation import SMALLEST_AMAX
 from .layouts import ROWS, Layout
 from .values import is_number
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 """What counts as a conversion to fp8. The plan then says which of them it wants."""
-
-MX = tuple(word for word, form in FORMATS.items() if form.mx)
-"""The MX formats, as `ActivationQuant.fixed` names them."""
 
 LARGEST_FLOOR = 1 / 512
 """The largest floor of a group's largest magnitude that only concerns tiny rows: vLLM's for one scale per token."""
@@ -61,8 +57,10 @@ class Described(NamedTuple):
     "The same in e4m3fnuz where none does; vLLM keeps below the format's own."
     static: bool = False
     "One scale for the whole tensor, which is given."
-    mx: str | None = None
-    "One of `MX`: with exponents per 32 columns."
+    fixed: str | None = None
+    "A word of `formats.BLOCKS`."
+    swizzled: bool = False
+    "Whether its scales lie in tiles, see `ops.quantisation.swizzle`."
 
 
 _Arguments = Mapping[str, Any]
@@ -79,7 +77,7 @@ class OneOp(NamedTuple):
     scales: int | None = 1
     "The result; of a static quantisation None, or the written argument that the scale is handed on in."
     scale: int | None = None
-    "The argument that is a static scale."
+    "The argument that is a static or global scale."
 
 
 def _ours_per_token(given: _Arguments) -> Described:
@@ -159,7 +157,7 @@ def _writes_static(given: _Arguments) -> Described | str:
 
 
 def _mx(scheme: str) -> Read:
-    return lambda _: Described(mx=scheme)
+    return lambda _: Described(fixed=scheme)
 
 
 def _refused(reason: str) -> Read:
@@ -168,7 +166,11 @@ def _refused(reason: str) -> Read:
 
 def _vllm_mxfp8(given: _Arguments) -> Described | str:
     """Its exponents are those of amax / 448 rounded up: ours, but for an amax of 448 * 2^k to the last bit."""
-    return "it swizzles its exponents" if given["is_sf_swizzled_layout"] else Described(mx="mxfp8")
+    return "it swizzles its exponents" if given["is_sf_swizzled_layout"] else Described(fixed="mxfp8")
+
+
+def _nvfp4(swizzled: str) -> Read:
+    return lambda given: Described(fixed="nvfp4", swizzled=bool(given[swizzled]))
 
 
 _E8M0 = "it gives its exponents as float8_e8m0fnu, rounded up, and the fused op as uint8"
@@ -182,6 +184,13 @@ ONE_OP_QUANTS: dict[str, OneOp] = {
     # Over AITER's Triton dynamic_mxfp4_quant, and vLLM's own (quantization/utils: mxfp8_utils.py, mxfp4_utils.py).
     "vllm::rocm_aiter_dynamic_mxfp4_quant": OneOp(_mx("mxfp4")),
     "vllm::mxfp8_quantize": OneOp(_vllm_mxfp8),
+    "layerfuse::quantise_nvfp4": OneOp(_nvfp4("swizzled"), scale=1),
+    # csrc/libtorch_stable/quantization/fp4, and csrc/libtorch_stable/torch_bindings.cpp; _custom_ops.py calls the second.
+    "_C::scaled_fp4_quant": OneOp(_nvfp4("is_sf_swizzled_layout"), scale=1),
+    "_C::scaled_fp4_quant.out": OneOp(_nvfp4("is_sf_swizzled_layout"), values=3, scales=4, scale=1),
+    "vllm::flashinfer_nvfp4_quantize": OneOp(
+        _refused("its scales lie in tiles of 8 x 4, and the fused op's of 128 x 4")
+    ),
     "vllm::xpu_mxfp8_quantize": OneOp(_refused(_E8M0)),
     "vllm::xpu_mxfp4_quantize": OneOp(_refused(_E8M0)),
     "vllm::quant_dequant_mxfp4": OneOp(_refused("it gives the values that MXFP4 would stand for, and not MXFP4")),

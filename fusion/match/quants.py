@@ -13,9 +13,11 @@ import torch
 from attrs import field, frozen
 from torch.fx import Node
 
-from ..ops.quantisation import MX_COLUMNS
+from ..declare import SmallScales
+from ..formats import FORMATS
+from ..ops.quantisation import swizzled_shape
 from .arithmetic import CLAMPS, aten, bounds_of, convert
-from .calls import Call, call_of, name_of_op
+from .calls import Call, call_of, overload_of_op
 from .errors import Unmatched
 from .layouts import ROWS, Layout, layout_of
 from .provenance import ROW_PRESERVING
@@ -35,8 +37,10 @@ class FoundQuant:
     dtype: torch.dtype
     columns: int
     use_ue8m0: bool = False
-    mx: str | None = None
-    "mxfp8 or mxfp4, where it is one of these; `dtype` is then that of the values, uint8 for packed ones."
+    fixed: str | None = None
+    "A word of `formats.BLOCKS`, where it is one of these; `dtype` is then that of the values, uint8 for packed ones."
+    swizzled: bool = False
+    "Whether the scales lie in tiles, see `ops.quantisation.swizzle`: in bytes, or four to an int32."
     layout: Layout | None = None
     "Where the op itself says it; None where the readers of the scales show it."
     values: Node
@@ -44,7 +48,7 @@ class FoundQuant:
     scales: Node | None = None
     "The scales, float32 or exponents, in order of their groups, in whatever shape; None where the scale is given."
     scale: Node | None = None
-    "The scale that is given, of one element."
+    "The scale that is given, static or global, of one element."
     echo: Node | None = None
     "The given scale as an op hands it on."
     nodes: tuple[Node, ...]
@@ -123,7 +127,7 @@ def unquantised(node: Node) -> Node:
     before, scaled, passed = node, False, False
     while isinstance(value(before), torch.Tensor) or before.target is operator.getitem:
         call = before.args[0] if before.target is operator.getitem else before
-        form = ONE_OP_QUANTS.get(name_of_op(call) or "") if isinstance(call, Node) else None
+        form = ONE_OP_QUANTS.get(overload_of_op(call) or "") if isinstance(call, Node) else None
         if form is not None and isinstance(call, Node):
             source: Node = call_of(call)[form.source]
             return source
@@ -148,7 +152,7 @@ def _is_as_large(node: Any, other: Node) -> bool:
 
 def _one_op_form(node: Node, source: Node) -> OneOp | None:
     """The table's line for a node that quantises `source`."""
-    form = ONE_OP_QUANTS.get(name_of_op(node) or "")
+    form = ONE_OP_QUANTS.get(overload_of_op(node) or "")
     return form if form is not None and call_of(node)[form.source] is source else None
 
 
@@ -169,8 +173,8 @@ def quant_of(call: Call, form: OneOp, said: Described) -> FoundQuant:
     values, scales = call.results.get(form.values), call.results.get(-1 if form.scales is None else form.scales)
     if values is None or (scales is None and not said.static):
         raise Unmatched(f"one of the two results of {call.node} is not read, or both are read as one")
-    if said.mx is not None:
-        return _mx_quant(call, said.mx, value(call[form.source]), values, scales)
+    if said.fixed is not None:
+        return _fixed_quant(call, form, said, values, scales)
     dtype, width = value(values).dtype, value(call[form.source]).shape[-1]
     if dtype not in FP8:
         raise Unmatched(f"{call.node} quantises to {dtype}, and the fused op to fp8")
@@ -205,28 +209,39 @@ def quant_of(call: Call, form: OneOp, said: Described) -> FoundQuant:
     return FoundQuant(columns=columns, use_ue8m0=said.use_ue8m0, layout=layout, scales=scales, **known)
 
 
-def _mx_quant(call: Call, mx: str, rows: torch.Tensor, values: Node, scales: Any) -> FoundQuant:
-    """One of MX formats: bytes in row order, as the fused ops give them."""
+def _fixed_quant(call: Call, form: OneOp, said: Described, values: Node, scales: Any) -> FoundQuant:
+    """One of the formats whose blocks are their own: bytes in row order, as the fused ops give them, or scales in tiles."""
+    made, rows = FORMATS[said.fixed or ""], value(call[form.source])
     *leading, width = rows.shape
-    dtype, wide = (torch.float8_e4m3fn, width) if mx == "mxfp8" else (torch.uint8, width // 2)
-    for result, wanted, shape in (
-        (values, dtype, (*leading, wide)),
-        (scales, torch.uint8, (*leading, width // MX_COLUMNS)),
-    ):
+    dtype, wide = (torch.uint8, width // 2) if made.packed else (torch.float8_e4m3fn, width)
+    bytes_: tuple[Any, ...] = (*leading, width // made.block)
+    if said.swizzled:
+        bytes_ = swizzled_shape(rows.shape, width)
+    kinds = {torch.uint8: bytes_}
+    if isinstance(made.results[-1], SmallScales):  # the scale itself, and as vLLM hands it on
+        kinds |= {torch.float8_e4m3fn: bytes_, torch.int32: (*bytes_[:-1], bytes_[-1] // 4)}
+    for result, known in ((values, {dtype: (*leading, wide)}), (scales, kinds)):
         val = value(result)
-        if width % MX_COLUMNS or val.dtype != wanted or not same_shape(val.shape, shape) or not is_contiguous(val):
+        shape = known.get(val.dtype)
+        if width % made.block or shape is None or not same_shape(val.shape, shape) or not is_contiguous(val):
+            wanted = next(iter(known))
             raise Unmatched(
                 f"{result} is {val.dtype} {tuple(val.shape)} with strides {tuple(val.stride())}, and the fused op gives "
-                f"{wanted} {tuple(shape)} row by row"
+                f"{wanted} {tuple(known[wanted])} row by row"
             )
+    scale = None if form.scale is None else given_scale(call[form.scale], call[form.source])
+    if form.scale is not None and scale is None:
+        raise Unmatched(f"the global scale of {call.node} comes from the values that are quantised")
     return FoundQuant(
         form=call.name,
         dtype=dtype,
-        columns=MX_COLUMNS,
-        mx=mx,
+        columns=made.block,
+        fixed=said.fixed,
+        swizzled=said.swizzled,
         layout=ROWS,
         values=values,
         scales=scales,
+        scale=scale,
         nodes=call.nodes,
         aside=call.buffers,
     )

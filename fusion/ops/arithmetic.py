@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812 (everybody's name for it)
 
 from .groups import world_size
 from .norm import accumulator, normalise_over, normalise_wide
-from .quantisation import quantise, quantise_mxfp4, quantise_mxfp8, quantise_static
+from .quantisation import quantise, quantise_mxfp4, quantise_mxfp8, quantise_nvfp4, quantise_static
 from .rope import turn_heads
 
 
@@ -102,6 +102,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "_quantise_static": quantise_static,
     "_quantise_mxfp8": quantise_mxfp8,
     "_quantise_mxfp4": quantise_mxfp4,
+    "_quantise_nvfp4": quantise_nvfp4,
     "_pad": _pad,
     "_store": _store,
 }

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from ..declare import (
     COLUMN_MAJOR,
+    SWIZZLED,
     TMA_ALIGNED,
     UE8M0,
     Epsilon,
     Exponents,
+    GlobalScale,
     GroupSize,
     Like,
     Op,
@@ -24,12 +26,13 @@ from ..declare import (
     Quantised,
     Rows,
     Scales,
+    SmallScales,
     StaticScale,
     Weight,
     WeightOffset,
 )
 from .norm import normalise, normalise_backward
-from .quantisation import quantise, quantise_mxfp4, quantise_mxfp8, quantise_static
+from .quantisation import quantise, quantise_mxfp4, quantise_mxfp8, quantise_nvfp4, quantise_static
 
 _X = Rows(name="x", doc="(..., width), any strides.", any_strides=True)
 
@@ -109,4 +112,16 @@ QUANTISE_MXFP4 = Op(
     results=(Packed(name="values", of="x", doc="two fp4 values per byte."), _EXPONENTS),
     reference=quantise_mxfp4,
 )
-CANONICAL = (RMS_NORM, QUANTISE_PER_TOKEN, QUANTISE_GROUP, QUANTISE_STATIC, QUANTISE_MXFP8, QUANTISE_MXFP4)
+QUANTISE_NVFP4 = Op(
+    name="quantise_nvfp4",
+    doc="Quantise to NVFP4, fp4 with one fp8 scale per 16 columns; `quantisation` says how.",
+    args=(_X, GlobalScale(), SWIZZLED),
+    results=(
+        Packed(name="values", of="x", doc="two fp4 values per byte."),
+        SmallScales(name="scales", of="x", doc="float8_e4m3fn, one per 16 columns, times `global_scale`."),
+    ),
+    reference=quantise_nvfp4,
+)
+CANONICAL = (
+    *(RMS_NORM, QUANTISE_PER_TOKEN, QUANTISE_GROUP, QUANTISE_STATIC, QUANTISE_MXFP8, QUANTISE_MXFP4, QUANTISE_NVFP4),
+)

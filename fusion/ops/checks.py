@@ -18,7 +18,7 @@ from .cache_layout import layout_of
 from .groups import GroupError, process_group
 from .linear import BLOCK, op_of, scales_shape
 from .norm import FLOATS
-from .quantisation import GROUP_SIZES, LARGEST, MX_COLUMNS, scale_shape
+from .quantisation import GROUP_SIZES, LARGEST, scale_shape
 
 _QUANTISED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)
@@ -38,16 +38,16 @@ def checker(op: Op) -> Callable[..., None]:
     found = ((argument, _problems_of(argument)) for argument in op.args)
     checks = [(argument, problems) for argument, problems in found if problems is not None]
     tensors = [place for place, argument in enumerate(op.args) if argument.is_tensor]
-    blocks = [each.of for each in op.results if isinstance(each, declare.Exponents)]
+    blocks = [(each.of, each.columns) for each in op.results if isinstance(each, declare.BlockScale)]
 
     def check(*given: Any) -> None:
         values = dict(zip(names, given, strict=True))
         for argument, problems in checks:
             for problem in problems(op, argument, values[argument.name], values):
                 raise ValueError(f"{name}: {problem}")
-        for of in blocks:
-            if values[of].shape[-1] % MX_COLUMNS:
-                raise ValueError(f"{name}: rows of {values[of].shape[-1]} columns are no multiple of {MX_COLUMNS}")
+        for of, columns in blocks:
+            if values[of].shape[-1] % columns:
+                raise ValueError(f"{name}: rows of {values[of].shape[-1]} columns are no multiple of {columns}")
         if (
             op.backward is None
             and torch.is_grad_enabled()

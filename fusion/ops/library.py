@@ -18,7 +18,7 @@ from ..declare import Argument, Kernel, Op, Result, Rows
 from .agreement import agree
 from .checks import checker
 from .linear import goes_beyond
-from .quantisation import MX_COLUMNS, empty_scales
+from .quantisation import empty_scales, swizzled_shape
 
 _LIBRARY = torch.library.Library("layerfuse", "FRAGMENT")
 _defined: dict[str, Op] = {}
@@ -153,6 +153,7 @@ def fake_of(op: Op) -> Callable[..., Any]:
 
     dtype, padded, group = place_of(declare.QuantDtype), place_of(declare.PaddedWidth), place_of(declare.GroupSize)
     major, aligned, floating = place_of(declare.ColumnMajor), place_of(declare.TmaAligned), place_of(declare.FloatDtype)
+    swizzled = place_of(declare.Swizzled)
     joined = {rows.name for rows in op.rows if rows.heads}
 
     def option(place: int | None, given: tuple[Any, ...]) -> Any:
@@ -179,7 +180,11 @@ def fake_of(op: Op) -> Callable[..., Any]:
         if isinstance(result, declare.Packed):
             return torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=x.device)
         if isinstance(result, declare.Exponents):
-            return torch.empty((*shape[:-1], shape[-1] // MX_COLUMNS), dtype=torch.uint8, device=x.device)
+            return torch.empty((*shape[:-1], shape[-1] // result.columns), dtype=torch.uint8, device=x.device)
+        if isinstance(result, declare.SmallScales):
+            rowwise = (*shape[:-1], shape[-1] // result.columns)
+            laid_out = swizzled_shape(shape, shape[-1]) if option(swizzled, given) else rowwise
+            return torch.empty(laid_out, dtype=torch.float8_e4m3fn, device=x.device)
         size = None if group is None else given[group]
         return empty_scales(x.new_empty(shape), size, option(major, given), option(aligned, given))
 

@@ -13,11 +13,17 @@ From values `n`, in float32 what a chain without the quantisation gives, rounded
   one and a half bits (from 1.75 * 2^k up it counts as 2^(k+1)), less 8 for e4m3 or 2 for e2m1, as AITER's kernels and
   quark have it. Values are `n / 2^exponent`, rounded to nearest even, clamped. A group with a NaN or an infinity has the
   byte 255, which is e8m0's NaN.
+- NVFP4: per 16 columns a scale in e4m3fn, `s = global_scale * (amax * (1 / 6))`, at most 448. Values are
+  `n * (1 / (s * (1 / global_scale)))` in float32, to the nearest e2m1, the even one of two, at most 6; where s is zero they are
+  zeros. So n is about `q * s / global_scale`, as vLLM's and FlashInfer's kernels have it (csrc/.../fp4/nvfp4_utils.cuh), whose
+  reciprocals are approximate: a value on an edge may there be the next one. A group with a NaN or an infinity has the scale NaN,
+  where those write a finite one; what its values are then says nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor
@@ -153,8 +159,67 @@ def quantise_mxfp8(values: Tensor) -> tuple[Tensor, Tensor]:
 def quantise_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
     """MXFP4: two e2m1 values per byte, the first in the low bits, uint8 (..., width / 2); exponents (..., width / 32)."""
     scaled, exponents = _mx(values, 2)
+    return packed(scaled), exponents
+
+
+NVFP4_COLUMNS = 16
+"""Columns per scale of NVFP4."""
+
+NVFP4_LARGEST = 448.0 * 6.0
+"""The largest value of NVFP4, times `global_scale`: of a scale times that of e2m1."""
+
+
+def quantise_nvfp4(values: Tensor, global_scale: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
+    """NVFP4: two e2m1 values per byte, uint8 (..., width / 2), and float8_e4m3fn scales (..., width / 16).
+
+    Args:
+        values: (..., width), of any dtype.
+        global_scale: one float32 element, that the scales are stored times.
+        swizzled: whether the scales come as `swizzle` lays them out.
+    """
+    grouped, factor = values.float().unflatten(-1, (-1, NVFP4_COLUMNS)), global_scale.reshape(())
+    amax = grouped.abs().amax(-1)
+    wide = (factor * (amax * (1 / 6))).clamp(max=LARGEST[torch.float8_e4m3fn])
+    scales = wide.masked_fill(amax.isinf(), float("nan")).to(torch.float8_e4m3fn).contiguous()
+    wide = scales.float()
+    inverse = torch.where(wide > 0, (wide * factor.reciprocal()).reciprocal(), 0.0)
+    return packed(grouped * inverse.unsqueeze(-1)), swizzle(scales) if swizzled else scales
+
+
+TILE_ROWS, TILE_COLUMNS = 128, 4
+"""Of a tile of scales in the layout that NVIDIA's tensor cores take them in (PTX, tcgen05.mma, scale factor layout 4x)."""
+
+
+def swizzled_shape(shape: tuple[int, ...], width: int) -> tuple[int, int]:
+    """Shape of the swizzled scales of a (*leading, width) tensor: all rows and all scales of a row, up to whole tiles."""
+    rows, columns = prod(shape[:-1]), width // NVFP4_COLUMNS
+    return (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS, (columns + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+
+
+def swizzle(scales: Tensor) -> Tensor:
+    """Scales (..., columns), of one byte each, tile after tile: row r and column c of a tile at byte r % 32 * 16 + r // 32 * 4 + c.
+
+    Tiles lie row by row. Zeros stand for rows and columns that there are not. vLLM's `swizzle_blockscale` is the same.
+    """
+    rows, columns = prod(scales.shape[:-1]), scales.shape[-1]
+    down, along = (rows + TILE_ROWS - 1) // TILE_ROWS, (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
+    padding = (0, along * TILE_COLUMNS - columns, 0, down * TILE_ROWS - rows)
+    padded = torch.nn.functional.pad(scales.reshape(rows, columns).view(torch.uint8), padding)
+    tiles = padded.view(down, 4, 32, along, TILE_COLUMNS).permute(0, 3, 2, 1, 4).contiguous()
+    return tiles.view(down * TILE_ROWS, along * TILE_COLUMNS).view(scales.dtype)
+
+
+def unswizzled(scales: Tensor, rows: int, columns: int) -> Tensor:
+    """The scales (rows, columns) that `swizzle` laid out."""
+    down, along = scales.shape[0] // TILE_ROWS, scales.shape[1] // TILE_COLUMNS
+    tiles = scales.view(torch.uint8).view(down, along, 32, 4, TILE_COLUMNS).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(scales.shape)[:rows, :columns].contiguous().view(scales.dtype)
+
+
+def packed(scaled: Tensor) -> Tensor:
+    """The codes of values in groups (..., groups, columns), two to a byte, the first in the low bits: (..., width / 2)."""
     codes = e2m1(scaled).flatten(-2)
-    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).contiguous(), exponents
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).contiguous()
 
 
 def e2m1(values: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def bind_quant(bound: Binding, step: Quant) -> None:
     bound.nodes += inside
     bound.args[step.dtype] = first.dtype
     if first.scale is not None:
-        bound.args[step.scale] = first.scale
+        bound.args |= {step.scale: first.scale, step.global_scale: first.scale, step.swizzled: quant.swizzled}
     else:
         bound.args[step.use_ue8m0] = quant.use_ue8m0
     if quant.group_size is not None:
@@ -82,7 +82,7 @@ def _as_planned(
             result = Results(found, like, bound.sources)
             problem = why_not_as_planned(found, result, like.shape[-1], quant, bound.plan.target)
             if problem is None and chosen and chosen[0][0].scale is not found.scale:
-                problem = f"the norm is quantised by two static scales, {chosen[0][0].scale} and {found.scale}"
+                problem = f"the norm is quantised by two scales that are given, {chosen[0][0].scale} and {found.scale}"
             if problem is not None:
                 raise Unmatched(problem)
         except Unmatched as reason:

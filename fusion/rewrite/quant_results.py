@@ -12,9 +12,9 @@ import torch
 from torch.fx import Node
 
 from ...adapters.activation_quant import ActivationQuant
+from ..formats import BLOCKS, FORMATS
 from ..match.errors import Unmatched
 from ..match.layouts import ROWS, Layout, laid_out, layout_of, lie_alike
-from ..match.quant_forms import MX
 from ..match.quants import FoundQuant, reshapes_of
 from ..match.values import is_contiguous, same, same_shape, value
 from ..target import Target
@@ -49,13 +49,16 @@ class Results:
             if not whole:
                 self._inside.update(reshapes_of(site.scales))
                 self._anew = _laid_out_anew(site.scales, self._inside, self.shape)
-            if self._anew:
+            if site.swizzled:  # of rows in one dimension, whatever those of the norm
+                self._scales = [(site.scales, None)]
+            elif self._anew:
                 self.layout = _common_layout(self._anew)
                 # Their rows are in one dimension or in those of the norm: in order either way.
                 self._scales = [_plan(chain[-1], self.shape, sources) for chain in self._anew]
             else:
                 self._scales = plan_views(site.scales, self.shape, self._inside, whole, sources)
-        width = like.shape[-1] // 2 if site.mx == "mxfp4" else like.shape[-1]
+        packed = site.fixed is not None and FORMATS[site.fixed].packed
+        width = like.shape[-1] // 2 if packed else like.shape[-1]
         self._values = plan_views(site.values, (*like.shape[:-1], width), self._inside, whole, sources)
 
     def lies(self, layout: Layout) -> bool:
@@ -131,6 +134,12 @@ def put(result: Node, plans: Plans, inside: set[Node]) -> None:
             val = aten.view.default(value(result), list(value(node).shape))
             with node.graph.inserting_before(node):
                 viewed = view(node.graph, result, sizes, {**node.meta, "val": val})
+        dtype = value(node).dtype
+        if value(viewed).dtype != dtype:  # bytes that an engine hands on as another type
+            with node.graph.inserting_before(node):
+                val = aten.view.dtype(value(viewed), dtype)
+                viewed = node.graph.call_function(aten.view.dtype, (viewed, dtype))
+                viewed.meta = {**node.meta, "val": val}
         node.replace_all_uses_with(viewed, delete_user_cb=lambda user: user not in inside)
 
 
@@ -138,9 +147,12 @@ def why_not_as_planned(
     found: FoundQuant, result: Results, width: int, quant: ActivationQuant, target: Target
 ) -> str | None:
     """How a quantisation of a graph differs from what the plan says, or None."""
-    if found.mx != (quant.fixed if quant.fixed in MX else None):
-        return f"the graph quantises to {found.mx or found.dtype}, the plan says {quant}"
-    if found.mx is not None:
+    if found.fixed != (quant.fixed if quant.fixed in BLOCKS else None):
+        return f"the graph quantises to {found.fixed or found.dtype}, the plan says {quant}"
+    if found.fixed is not None:
+        laid_out = {True: "in tiles of 128 x 4", False: "row by row"}
+        if found.swizzled != quant.swizzled:
+            return f"the graph has the scales {laid_out[found.swizzled]}, the plan {laid_out[quant.swizzled]}"
         return None
     if found.scale is not None and quant.fixed is None:
         return f"the scale {found.scale} is static: it does not come from the values, and the plan says {quant}"

@@ -7,13 +7,12 @@ from .gated_norm import GATES, GatedNorm
 from .linear import Linear
 from .norm import Norm
 from .pad import Pad
-from .quant import FP8_FORMATS, Quant
+from .quant import Quant
 from .rope import HeadNorm, Rope
 from .silu_mul import SiluMul
 from .step import MIDDLE, SINKS, SOURCES, STAGES, At, FusionError, Kind, Legality, Source, Step, format_of, main_step
 
 __all__ = [
-    "FP8_FORMATS",
     "GATES",
     "MIDDLE",
     "SINKS",

@@ -11,27 +11,26 @@ from ...adapters.activation_quant import ActivationQuant
 from ...adapters.specs import GatedNormSpec
 from ..declare import (
     COLUMN_MAJOR,
+    SWIZZLED,
     TMA_ALIGNED,
     UE8M0,
     Argument,
     ColumnMajor,
     Flag,
+    GlobalScale,
     GroupSize,
     QuantDtype,
     Result,
     StaticScale,
+    Swizzled,
     TmaAligned,
 )
 from ..formats import FORMATS, Format
 from ..sites import ROLES, Site
-from ..target import Target
 from .step import SINKS, At, FusionError, Legality, Source, Step
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
-
-FP8_FORMATS = ("e4m3fn", "e4m3fnuz")
-"""What a quantising fusion can write; `Target.fp8` is one of them where it can run."""
 
 
 @frozen(kw_only=True)
@@ -50,6 +49,8 @@ class Quant(Step):
     tma_aligned: str | None = "tma_aligned"
     "None: the op knows row- and column-major scales only."
     use_ue8m0: str = "use_ue8m0"
+    global_scale: str = "global_scale"
+    swizzled: str = "swizzled"
     out: str = "values"
     scales: str = "scales"
 
@@ -79,6 +80,8 @@ class Quant(Step):
             "column_major": ColumnMajor(name=self.column_major, doc=COLUMN_MAJOR.doc),
             "tma_aligned": None if aligned is None else TmaAligned(name=aligned, doc=TMA_ALIGNED.doc),
             "use_ue8m0": Flag(name=self.use_ue8m0, doc=UE8M0.doc),
+            "global_scale": GlobalScale(name=self.global_scale),
+            "swizzled": Swizzled(name=self.swizzled, doc=SWIZZLED.doc),
         }
         return tuple(taken for option in self.format.options if (taken := known[option]) is not None)
 
@@ -108,25 +111,13 @@ class Quant(Step):
             return Legality("not_applicable", f"{readers} are not known to quantise their activations")
         if quant.scheme != self.format.scheme:
             return Legality("not_applicable", f"{readers} quantise with {quant}")
-        problem = self._why_no_format(at.target, site.quantised_width) or _why_no_groups(site, quant)
+        problem = self.format.why_not(at.target, site.quantised_width) or _why_no_groups(site, quant)
         return None if problem is None else Legality("refused", problem)
-
-    def _why_no_format(self, target: Target, width: int) -> str | None:
-        if self.format.mx:
-            if not target.mx:
-                return f"{target} has no MX formats; gfx950, gfx1250 and sm100 have"
-            return f"the quantised tensor is {width} wide, which is no multiple of 32" if width % 32 else None
-        if target.fp8 in FP8_FORMATS:
-            return None
-        return (
-            f"{target} has {'no fp8 format' if target.fp8 is None else 'fp8 ' + target.fp8}, and "
-            f"the fused op writes {' or '.join(FP8_FORMATS)}"
-        )
 
     def described(self, at: At) -> str:
         first = "the first " if len(at.site.norms) > 1 else ""
         counted = "" if at.site.quantising is None else f" ({at.site.quantising})"
-        how = str(at.quant) if self.format.mx else f"{at.target.fp8} with {at.quant}"
+        how = str(at.quant) if self.format.block else f"{at.target.fp8} with {at.quant}"
         return f"{first}in {how}{counted}"
 
     def bind(self, bound: Binding) -> None:

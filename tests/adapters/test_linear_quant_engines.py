@@ -163,6 +163,41 @@ def test_vllm_mx(holder: str, method: str, attribute: str, kernel: str, dtype: t
     check(module(f"{_V}.layers.linear:RowParallelLinear", weight=packed, **held), expected)
 
 
+NVFP4 = ActivationQuant(fixed="nvfp4", swizzled=True)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        ("cutlass:CutlassNvFp4LinearKernel", NVFP4),
+        ("flashinfer:FlashInferCutlassNvFp4LinearKernel", NVFP4),
+        ("flashinfer:FlashInferTrtllmNvFp4LinearKernel", "lays out the scales by the number of tokens"),
+        ("emulation:EmulationNvFp4LinearKernel", "rounds activations to NVFP4 and back"),
+        ("humming:HummingNvFp4LinearKernel", "inside its matrix product"),
+        ("marlin:MarlinNvFp4LinearKernel", None),
+        ("flashinfer:NewNvFp4LinearKernel", "multiplies by vllm:NewNvFp4LinearKernel"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("holder", "method"),
+    [
+        ("scheme", "compressed_tensors.schemes:CompressedTensorsW4A4Fp4"),
+        ("scheme", "quark.schemes:QuarkNVFP4"),
+        ("quant_method", "modelopt:ModelOptLinearMethod"),
+    ],
+)
+def test_vllm_nvfp4(holder: str, method: str, kernel: str, expected: Any) -> None:
+    packed = torch.nn.Parameter(torch.empty(8, 32, dtype=torch.uint8), requires_grad=False)
+
+    def made(width: int) -> Any:
+        held = {holder: module(f"{_QUANT}.{method}", kernel=module(f"{_V}.kernels.linear.nvfp4.{kernel}"))}
+        where = f"{_V}.layers.linear:RowParallelLinear"
+        return module(where, weight=packed, input_size_per_partition=width, **held)
+
+    check(made(64), expected)
+    check(made(48), "pads the rows of its quantised activations" if expected == NVFP4 else expected)
+
+
 def test_vllm_before_its_kernel_is_chosen_says_what_is_missing() -> None:
     linear = vllm_linear(VLLM["Triton"][0])
     del linear.quant_method.fp8_linear

@@ -185,7 +185,7 @@ def test_what_only_one_engine_cannot_build_is_refused_for_that_engine(run):
         (
             ["plan", "kimi-k2.5", "--quant", "per_tensor"],
             2,
-            "expected static, per_token, group32|64|128, mxfp8 or mxfp4, then column_major",
+            "expected static, per_token, group32|64|128, mxfp8, mxfp4 or nvfp4, then column_major",
         ),
         (
             ["plan", "kimi-k2.5", "--quant", "w8a8"],
@@ -292,6 +292,7 @@ def test_an_engine_that_quantises(run):
         "tma_aligned": False,
         "inside": False,
         "fixed": None,
+        "swizzled": False,
     }
     assert data["config"]["quant"] == dict.fromkeys(ALL_BUT_FINAL, quant)
     decisions = {found["fusion"]: found["decision"] for found in data["kinds"][1]["sites"]["latents"]}

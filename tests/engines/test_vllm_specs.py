@@ -6,6 +6,7 @@ Run by `make test-engines` in an environment of its own.
 from __future__ import annotations
 
 import collections
+import importlib
 from unittest import mock
 
 import attrs
@@ -166,6 +167,55 @@ def test_what_an_fp8_linear_quantises_is_read_off_the_kernel_that_vllm_gave_it(
     assert linear.activation == described and linear.weight == WEIGHTS[id(quantization)]
     assert attention.kv_norm.quant is None
     assert registry.spec_for(decoder.mlp).quant == quant
+
+
+_NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+NVFP4 = {
+    "compressed-tensors": (
+        "compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4",
+        {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "config_groups": {
+                "all": {
+                    "targets": ["Linear"],
+                    "weights": {**_NVFP4, "dynamic": False},
+                    "input_activations": {**_NVFP4, "dynamic": "local"},
+                }
+            },
+            "ignore": ["lm_head"],
+        },
+    ),
+    "modelopt": (
+        "modelopt",
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", ["cutlass:CutlassNvFp4LinearKernel", "marlin:MarlinNvFp4LinearKernel"])
+@pytest.mark.parametrize("written_by", NVFP4)
+def test_a_linear_in_nvfp4_is_read_off_the_kernel_that_vllm_gave_it(written_by: str, kernel: str) -> None:
+    chooses, quantization = NVFP4[written_by]
+    file, name = kernel.split(":")
+    kernels = "vllm.model_executor.kernels.linear.nvfp4"
+    config = importlib.import_module(f"{kernels}.base").NvFp4LinearLayerConfig()
+    made = getattr(importlib.import_module(f"{kernels}.{file}"), name)
+    with mock.patch(
+        f"vllm.model_executor.layers.quantization.{chooses}.init_nvfp4_linear_kernel", return_value=mock.Mock()
+    ) as chosen:
+        chosen.side_effect = lambda **_: made(config)
+        with mock.patch.object(made, "is_supported", return_value=(True, None)):
+            model = build_model("deepseek-v3", first_k_dense_replace=1000, quantization_config=quantization)
+    decoder = model.get_submodule("model.layers.0")
+    quant = ActivationQuant(fixed="nvfp4", swizzled=True) if file == "cutlass" else None
+    attention, stream = registry.spec_for(decoder.self_attn), registry.spec_for(decoder)
+    assert (attention.q_norm.quant, stream.input_norm.quant, stream.post_attention_norm.quant) == (quant,) * 3
+    (linear,) = attention.q_norm.consumers
+    assert linear.activation == quant and linear.weight == WeightSpec(
+        dtype="float4_e2m1fn", scheme="group", block=(1, 16)
+    )
+    assert (linear.in_features, linear.out_features) == (1536, 24576)
 
 
 def test_packed_integers_say_their_groups_and_sizes() -> None:

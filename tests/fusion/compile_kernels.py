@@ -110,7 +110,7 @@ def built(name: str, op: str, widths: tuple[int, ...], step: int, early: bool = 
         elif kind == "Weight":
             (rows,) = (each for each in declared.rows if each.name == argument.of)  # type: ignore[attr-defined]
             args.append(torch.empty(of[rows.width], dtype=torch.bfloat16))
-        elif kind == "StaticScale":
+        elif kind in ("StaticScale", "GlobalScale"):
             args.append(torch.empty(1))
         elif kind == "Table":
             args.append(torch.empty(4096, widths[0])[:, : widths[0] // 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from layerfuse.fusion.declare import (
     Padded,
     Quantised,
     Scales,
+    SmallScales,
     WeightOffset,
 )
 from layerfuse.fusion.steps import SINKS, main_step
@@ -54,6 +56,7 @@ class Options:
     column_major: bool = False
     tma_aligned: bool = False
     use_ue8m0: bool = False
+    swizzled: bool = False
     activation: str = "silu"
     norm_before_gate: bool = True
     limit: float = float("inf")
@@ -109,6 +112,14 @@ def unpacked(codes: Tensor) -> Tensor:
     """fp4 codes, two to a byte, as numbers."""
     table = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)], device=codes.device, dtype=torch.float64)
     return torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], -1).flatten(-2)
+
+
+def in_order(stored: Tensor, rows: int, columns: int) -> Tensor:
+    """Swizzled scales row by row, one after the other as NVIDIA's documentation counts their bytes."""
+    bytes_, tiles = stored.reshape(-1), stored.shape[1] // 4
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    at = (row // 128 * tiles + column // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+    return bytes_.view(torch.uint8)[at.to(stored.device)].view(stored.dtype)
 
 
 def units(dtype: torch.dtype) -> float:
@@ -183,6 +194,20 @@ def _quantised(
         if not bool(((exponents == low) | (exponents == high)).all()):
             found.append("an exponent is wrong")
         scale = torch.exp2(exponents)
+    elif SmallScales in kinds:
+        factor, stored, size = options["global_scale"].double(), results[kinds[SmallScales]], 16
+        groups = (*want.shape[:-1], want.shape[-1] // 16)
+        if options["swizzled"]:
+            stored = in_order(stored, prod(groups[:-1]), groups[-1]).view(groups)
+        scale = stored.float().double()
+        ideal = want.abs().unflatten(-1, (-1, 16)).amax(-1) * factor / 6
+        low, high = (
+            (ideal * (1 + slack)).clamp(max=448).to(E4M3).float().double()
+            for slack in (-1e-6 - rounding, 1e-6 + rounding)
+        )
+        if not bool(((scale == low) | (scale == high)).all()):
+            found.append("a scale is wrong")
+        scale = scale / factor
     elif Scales in kinds:
         scale = results[kinds[Scales]].double()
         size = options.get("group_size", want.shape[-1])

@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerfuse.fusion import ops
-from layerfuse.fusion.declare import Exponents, Flag, GroupSize, Limit, Rows
+from layerfuse.fusion.declare import BlockScale, Exponents, Flag, GroupSize, Limit, Rows
 from layerfuse.fusion.ops.arithmetic import REFERENCE
 from layerfuse.fusion.steps import Quant
 from layerfuse.testing.op_inputs import HEADS
@@ -53,6 +53,8 @@ def cases_of(name: str) -> list[Options]:
             attrs.evolve(plain, group_size=32, column_major=True),
             attrs.evolve(plain, group_size=128, column_major=True, tma_aligned=True, activation="sigmoid"),
         ]
+    if "swizzled" in words:
+        found.append(attrs.evolve(plain, swizzled=True, offset=1.0))
     if "use_ue8m0" in words:
         found.append(attrs.evolve(plain, use_ue8m0=True, weight_dtype=torch.float32))
     return found
@@ -60,8 +62,8 @@ def cases_of(name: str) -> list[Options]:
 
 def widths_of(name: str) -> list[int]:
     op = FORMS[name].op
-    if any(isinstance(result, Exponents) for result in op.results):
-        return [64, 320]
+    if any(isinstance(result, BlockScale) for result in op.results):
+        return [64, 320] if any(isinstance(result, Exponents) for result in op.results) else [64, 272]
     if op.rows[0].heads:
         return [128, 256]
     return [128, 200, 333]
@@ -103,8 +105,8 @@ def test_the_kernel(name: str, width: int, options: Options) -> None:
 )
 def test_any_width(name: str, rows: int, width: int, offset: float, group_size: int, gap: int) -> None:
     form = FORMS[name]
-    if any(isinstance(result, Exponents) for result in form.op.results):
-        width = -(-width // 32) * 32
+    block = next((result.columns for result in form.op.results if isinstance(result, BlockScale)), 1)
+    width = -(-width // block) * block
     if form.op.rows[0].heads:
         width = -(-width // group_size) * group_size
     if len(form.op.widths) > 1:
@@ -142,9 +144,10 @@ def test_and_what_a_kernel_quantises_is_what_the_plain_kernel_gives(name: str) -
     per = form.chain[-1].format.word
     values, scales, *_ = (*several(kernel_of(name)(*args)), None)
     rows = plain(form, args, made_by_kernel).flatten(1).float()
-    if per == "mxfp4":
-        packed, exponents = REFERENCE["_quantise_mxfp4"](rows)
-        assert torch.equal(values, packed) and torch.equal(scales, exponents)
+    if per in ("mxfp4", "nvfp4"):
+        more = args[-2:] if per == "nvfp4" else []
+        packed, small = REFERENCE[f"_quantise_{per}"](rows, *more)
+        assert torch.equal(values, packed) and torch.equal(scales.view(torch.uint8), small.view(torch.uint8))
         return
     groups = rows.unflatten(1, (-1, rows.shape[1] if per in ("static", "token") else 32))
     if per == "static":

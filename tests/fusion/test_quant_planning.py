@@ -26,9 +26,9 @@ from layerfuse.fusion import (
     Target,
     plan,
 )
+from layerfuse.fusion.formats import FP8_FORMATS
 from layerfuse.fusion.ops import quantisation
 from layerfuse.fusion.rewrite import Pipeline
-from layerfuse.fusion.steps import FP8_FORMATS
 
 GFX950 = Target.named("gfx950")
 NORMS = "rms_norm(1536, epsilon 1e-06) and rms_norm(512, epsilon 1e-06) are one launch on"
@@ -172,7 +172,7 @@ def test_words(text: str) -> None:
 def test_words_that_say_more_or_all() -> None:
     aligned = ActivationQuant(group_size=64, column_major=True, tma_aligned=True)
     assert ActivationQuant.parse("group64,tma_aligned") == aligned
-    for word in ("static", "mxfp8", "mxfp4"):
+    for word in ("static", "mxfp8", "mxfp4", "nvfp4"):
         assert ActivationQuant.parse(word) == ActivationQuant(fixed=word)
         assert ActivationQuant.parse(word).scheme == word
 
@@ -182,7 +182,7 @@ def test_words_that_say_more_or_all() -> None:
     [
         (
             "group",
-            "expected static, per_token, group32|64|128, mxfp8 or mxfp4, then column_major, tma_aligned, ue8m0 or inside, "
+            "expected static, per_token, group32|64|128, mxfp8, mxfp4 or nvfp4, then column_major, tma_aligned, ue8m0, swizzled or inside, "
             "separated by commas, got 'group'",
         ),
         ("per_tensor", "got 'per_tensor'"),

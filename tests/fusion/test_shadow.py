@@ -202,6 +202,8 @@ def test_sites_that_share_a_graph_are_told_apart(standing: Callable[..., None]) 
         ("rms_norm_static_quant", (torch.tensor([0.05]), torch.float8_e4m3fn), 1.3),
         ("rms_norm_mxfp8_quant", (), 1.3),
         ("rms_norm_mxfp4_quant", (), 2.5),
+        ("rms_norm_nvfp4_quant", (torch.tensor([400.0]), False), 2.5),
+        ("rms_norm_nvfp4_quant", (torch.tensor(400.0), True), 2.5),
         ("rms_norm", (), 1.02),
     ],
     ids=str,
@@ -223,7 +225,7 @@ def test_what_a_format_rounds_is_no_difference_and_more_is_one(
     assert first(results(1 + 1e-6)) == [None] * len(results(1))
     assert any(first(results(far)))
     broken = results(1)
-    broken[-1].view(-1)[-1:].view(torch.uint8).fill_(0x70)
+    broken[-1].view(-1)[-1:].view(torch.uint8).fill_(0x60)
     assert first(broken)[-1] == tuple(size - 1 for size in broken[-1].shape)
 
 

@@ -11,7 +11,7 @@ from helpers import fresh_model
 
 from layerfuse import registry
 from layerfuse.adapters import ActivationQuant, GatedMLPSpec, MLASpec, ResidualSpec
-from layerfuse.fusion import Target, plan
+from layerfuse.fusion import FusionConfig, Target, plan
 from layerfuse.registry.files import structure, unstructure
 from layerfuse.registry.inspect import ConfigError, inspect
 from layerfuse.registry.published import LINEARS, QuantKind
@@ -284,7 +284,7 @@ FP8_WEIGHT, FP4_WEIGHT = "float8_e4m3fn", "float4_e2m1fn"
         ("FbgemmFp8Config", {}, (FP8_WEIGHT, "channel", None, "per_token")),
         ("FineGrainedFP8Config", {}, (FP8_WEIGHT, "block", [128, 128], "group128")),
         ("Mxfp4Config", {}, (FP4_WEIGHT, "mx", [1, 32], "none")),
-        ("NVFP4Config", {}, (FP4_WEIGHT, "group", [1, 16], "nvfp4")),
+        ("NVFP4Config", {}, (FP4_WEIGHT, "group", [1, 16], "nvfp4,swizzled")),
         ("MetalConfig", {}, ("int4", "group", [1, 64], "none")),
     ],
 )
@@ -313,7 +313,7 @@ def test_what_the_classes_of_transformers_write_is_read(made: str, values: dict[
         ),
         (
             {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}},
-            (FP4_WEIGHT, "group", [1, 16], "nvfp4"),
+            (FP4_WEIGHT, "group", [1, 16], "nvfp4,swizzled"),
         ),
         (
             {
@@ -342,7 +342,7 @@ def test_what_the_classes_of_transformers_write_is_read(made: str, values: dict[
                 {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
                 {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local"},
             ),
-            (FP4_WEIGHT, "group", [1, 16], "nvfp4"),
+            (FP4_WEIGHT, "group", [1, 16], "nvfp4,swizzled"),
         ),
     ],
 )
@@ -376,15 +376,34 @@ def test_linears_that_quantise_as_no_fusion_does_say_so() -> None:
     transformers = pytest.importorskip("transformers")
     config = {
         **transformers.CONFIG_MAPPING["deepseek_v3"]().to_dict(),
-        "quantization_config": {"quant_method": "nvfp4"},
+        "quantization_config": compressed(
+            {"num_bits": 8, "type": "int", "strategy": "channel"}, {**TOKEN, "type": "int"}
+        ),
     }
     entry = inspect(config, registry=registry.default).entry
     specs = [spec for _, spec in entry.specs(published=True) if isinstance(spec, ResidualSpec)]
     norms = [norm for spec in specs for norm in (*spec.input_norms, *spec.post_attention_norms)]
     assert {norm.quant for norm in norms} == {None}
-    assert all("they quantise what they read to NVFP4" in str(norm.unquantised) for norm in norms)
+    assert all("they quantise what they read to int8" in str(norm.unquantised) for norm in norms)
     mixtures = [spec.experts for spec in specs if spec.experts is not None]
-    assert {str(mixture.activation).partition(":")[0] for mixture in mixtures} == {"NVFP4"}
+    assert {str(mixture.activation).partition(",")[0] for mixture in mixtures} == {"int8"}
+
+
+@pytest.mark.parametrize(("target", "says"), [("b200", None), ("h100", "sm90 has no NVFP4")])
+def test_a_checkpoint_in_nvfp4_is_planned_where_that_is(target: str, says: str | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = {
+        **transformers.CONFIG_MAPPING["deepseek_v3"]().to_dict(),
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    }
+    specs = inspect(config, registry=registry.default).entry.specs(published=True)
+    planned = plan(specs, Target.named(target), FusionConfig(level=2))
+    name = "add_rms_norm_nvfp4_quant"
+    assert bool(planned.expected(name)) == (says is None)
+    assert {says in decision.reason for decision in planned.refused(name)} == ({True} if says else set())
+    assert {spec.experts.activation for _, spec in specs if isinstance(spec, ResidualSpec) and spec.experts} == {
+        ActivationQuant(fixed="nvfp4", swizzled=True)
+    }
 
 
 def test_a_quantised_copy_of_a_declared_model_is_planned_as_it_says(

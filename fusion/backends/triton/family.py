@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...declare import Op
 from ...formats import FORMATS
-from ...ops.quantisation import LARGEST, MX_COLUMNS, empty_scales
+from ...ops.quantisation import LARGEST, MX_COLUMNS, NVFP4_COLUMNS, empty_scales, swizzled_shape
 from ...steps import MIDDLE, SINKS, SOURCES, format_of
 from . import launcher, tuning
 from .gated import gated_norm
@@ -23,7 +23,7 @@ from .kernels import dual_norm, row_norm
 from .product import silu_mul
 
 NO_QUANT = 0
-PER_TOKEN, STATIC, MXFP8, MXFP4 = (FORMATS[word].mode for word in ("token", "static", "mxfp8", "mxfp4"))
+PER_TOKEN, STATIC, MXFP8, MXFP4, NVFP4 = (FORMATS[word].mode for word in ("token", "static", "mxfp8", "mxfp4", "nvfp4"))
 ELEMENTS = 128
 """Columns that a program of a product handles as one where no group says how many."""
 
@@ -76,13 +76,14 @@ class Given(NamedTuple):
     scales: Tensor
     "The results; for a static scale, where there are none, out again."
     scale_in: Tensor
-    "The static scale, or out again."
+    "The scale that is given, or out again."
     strides: tuple[int, int]
     "Of the scales, per row and per group."
     group: int
     largest: float
     ue8m0: bool
     results: tuple[Tensor, ...]
+    swizzled: bool = False
 
 
 def quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any, ...]) -> Given:
@@ -99,6 +100,16 @@ def quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any, 
         )
         scales = torch.empty((*shape[:-1], width // MX_COLUMNS), dtype=torch.uint8, device=x.device)
         return Given(out, scales, out, (0, 0), MX_COLUMNS, 0.0, False, (out, scales))
+    if mode == NVFP4:
+        factor, swizzled = options
+        out = torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=x.device)
+        # What no row and no column writes is zero: a product may read it.
+        make, laid_out = torch.empty, (*shape[:-1], shape[-1] // NVFP4_COLUMNS)
+        if swizzled:
+            make, laid_out = torch.zeros, swizzled_shape(shape, shape[-1])
+        scales = make(laid_out, dtype=torch.uint8, device=x.device)
+        results = (out, scales.view(torch.float8_e4m3fn))
+        return Given(out, scales, factor, (0, 0), NVFP4_COLUMNS, 0.0, False, results, swizzled)
     if mode == STATIC:
         scale, dtype = options
         out = _empty(x, dtype) if shape == x.shape else torch.empty(shape, dtype=dtype, device=x.device)
@@ -175,7 +186,7 @@ def launch_row(
     step, device = tuning.regime(rows), x.get_device()
     key = (
         name, device, step, x.dtype, weight.dtype, given.out.dtype, width, padded, epsilon, offset, x_unit, residual_unit,
-        given.group, given.ue8m0, special,
+        given.group, given.ue8m0, given.swizzled, special,
     )  # fmt: skip
     written = given.out.data_ptr(), given.scales.data_ptr(), normed.data_ptr(), residual_out.data_ptr()
     if launcher.again(key, device, (*reads, *written), numbers):
@@ -187,7 +198,7 @@ def launch_row(
     zeros = tuning.power_of_two(padded - width) if padded > width else 0
     constants = (
         width, epsilon, offset, x_unit, residual_unit, adds, mode, given.group, given.largest, given.ue8m0,
-        kept, padded, zeros, plan.chunk, plan.tail, plan.rows, plan.hold,
+        given.swizzled, kept, padded, zeros, plan.chunk, plan.tail, plan.rows, plan.hold,
     )  # fmt: skip
     launcher.first(row_norm, key, every, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)
 

@@ -88,7 +88,7 @@ def row_norm(
     rows, x_units, residual_units, scale_stride, group_stride,
     WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr, X_UNIT: tl.constexpr, RESIDUAL_UNIT: tl.constexpr,
     ADD: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
-    KEEP: tl.constexpr, PADDED: tl.constexpr, ZEROS: tl.constexpr,
+    SWIZZLED: tl.constexpr, KEEP: tl.constexpr, PADDED: tl.constexpr, ZEROS: tl.constexpr,
     CHUNK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Norm ROWS rows of WIDTH columns per program, with the weight plus OFFSET.
@@ -112,5 +112,5 @@ def row_norm(
     finish(
         values, weights, out, normed, scale_in, scales, row, scale_stride, group_stride,
         WIDTH, EPSILON, OFFSET, CHUNK, TAIL, QUANT, GROUP, LARGEST, UE8M0, KEEP, PADDED, ROWS, USUAL,
-        x.dtype.element_ty,
+        x.dtype.element_ty, SWIZZLED,
     )  # fmt: skip

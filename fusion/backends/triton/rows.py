@@ -20,6 +20,7 @@ PER_GROUP = tl.constexpr(FORMATS["group"].mode)
 STATIC = tl.constexpr(FORMATS["static"].mode)
 MXFP8 = tl.constexpr(FORMATS["mxfp8"].mode)
 MXFP4 = tl.constexpr(FORMATS["mxfp4"].mode)
+NVFP4 = tl.constexpr(FORMATS["nvfp4"].mode)
 
 # How rows are read and written: as usual, or as what leaves the cache first or last.
 USUAL = tl.constexpr("")
@@ -238,6 +239,7 @@ def finish(
     WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, KEEP: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr, TYPE: tl.constexpr,
+    SWIZZLED: tl.constexpr = False,
 ):  # fmt: skip
     """From rows as they were read, or summed, to the norm as it is written: as it is, or quantised with its scales.
 
@@ -263,7 +265,7 @@ def finish(
             for i in tl.static_range(0, len(result)):
                 _quantise_chunk(
                     result[i], out, scale_in, scales, row, scale_stride, group_stride, i * CHUNK, WIDTH,
-                    TAIL if TAIL > 0 and i == len(result) - 1 else CHUNK, QUANT, GROUP, LARGEST, UE8M0, HINT,
+                    TAIL if TAIL > 0 and i == len(result) - 1 else CHUNK, QUANT, GROUP, LARGEST, UE8M0, HINT, SWIZZLED,
                 )  # fmt: skip
 
 
@@ -272,6 +274,7 @@ def _quantise_chunk(
     result, out, scale_in, scales, row, scale_stride, group_stride,
     START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, HINT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     if QUANT == STATIC:
         value = clamped(result * (1.0 / tl.load(scale_in)), LARGEST)
@@ -281,6 +284,8 @@ def _quantise_chunk(
             result, out + _beside(row * WIDTH, GROUP), scales + _beside(row * scale_stride, 0), group_stride,
             START, WIDTH, SIZE, GROUP, LARGEST, UE8M0, HINT,
         )  # fmt: skip
+    elif QUANT == NVFP4:
+        _quantise_nvfp4(result, out, tl.load(scale_in), scales, _beside(row, GROUP), START, WIDTH, SIZE, SWIZZLED)
     else:
         _quantise_mx(result, out, scales, _beside(row, GROUP), START, WIDTH, SIZE, QUANT)
 
@@ -357,15 +362,53 @@ def _quantise_mx(
     if QUANT == MXFP8:
         write_chunk(out + row * WIDTH, clamped(scaled, 448.0), START, WIDTH, SIZE, 32, USUAL)
     else:
-        # The codes of e2m1 count steps of a half up to 2, of 1 up to 4, then of 2.
-        size = tl.minimum(tl.abs(scaled), 6.0)
-        code = tl.where(size <= 4.0, _nearest(size) + 2.0, _nearest(size * 0.5) + 4.0)
-        code = tl.where(size <= 2.0, _nearest(size * 2.0), code)
-        code = tl.where(scaled == scaled, code, 7.0).to(tl.int32)
-        code |= (scaled.to(tl.int32, bitcast=True) >> 28) & 8
-        low, high = tl.split(tl.reshape(code, (code.shape[0], code.shape[1], 16, 2)))
-        pairs = START // 2 + tl.arange(0, SIZE // 32)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-        tl.store(out + row * (WIDTH // 2) + pairs, (low | (high << 4)).to(tl.uint8), mask=pairs * 2 < WIDTH)
+        _write_fp4(scaled, out + row * (WIDTH // 2), START, WIDTH, SIZE, 32)
+
+
+@triton.jit
+def _write_fp4(scaled, out, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """One chunk of (ROWS, SIZE / GROUP, GROUP), two values to a byte."""
+    # The codes of e2m1 count steps of a half up to 2, of 1 up to 4, then of 2.
+    size = tl.minimum(tl.abs(scaled), 6.0)
+    code = tl.where(size <= 4.0, _nearest(size) + 2.0, _nearest(size * 0.5) + 4.0)
+    code = tl.where(size <= 2.0, _nearest(size * 2.0), code)
+    code = tl.where(scaled == scaled, code, 7.0).to(tl.int32)
+    code |= (scaled.to(tl.int32, bitcast=True) >> 28) & 8
+    low, high = tl.split(tl.reshape(code, (code.shape[0], code.shape[1], GROUP // 2, 2)))
+    first = START // 2 + tl.arange(0, SIZE // GROUP)[None, :, None] * (GROUP // 2)
+    pairs = first + tl.arange(0, GROUP // 2)[None, None, :]
+    tl.store(out + pairs, (low | (high << 4)).to(tl.uint8), mask=pairs * 2 < WIDTH)
+
+
+@triton.jit
+def _e4m3(x):
+    """The byte of a number from 0 to 448 in e4m3fn, to nearest even, and what it stands for: on the bits, for GPUs without fp8."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    below = _nearest(x * 512.0)
+    is_normal = x >= 0.015625
+    value = tl.where(is_normal, (normal << 20).to(tl.float32, bitcast=True), below * (1.0 / 512.0))
+    return tl.where(is_normal, normal - (120 << 3), below.to(tl.int32)), value
+
+
+@triton.jit
+def _quantise_nvfp4(
+    normed, out, factor, scales, row, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SWIZZLED: tl.constexpr,
+):  # fmt: skip
+    """One chunk of (ROWS, SIZE / 16, 16) in NVFP4, and the scales of its groups: bytes, row by row or in tiles."""
+    bits = tl.max(magnitude(normed), axis=2)[:, :, None]
+    whole = bits < 0x7F800000
+    amax = tl.where(whole, bits, 0).to(tl.float32, bitcast=True)
+    byte, own = _e4m3(tl.minimum(factor * (amax * (1.0 / 6.0)), 448.0))
+    groups = START // 16 + tl.arange(0, SIZE // 16)[None, :, None]
+    if SWIZZLED:
+        tile = row // 128 * ((WIDTH // 16 + 3) // 4) + groups // 4
+        at = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + groups % 4
+    else:
+        at = row * (WIDTH // 16) + groups
+    tl.store(scales + at, tl.where(whole, byte, 0x7F).to(tl.uint8), mask=groups * 16 < WIDTH)
+    inverse = tl.where(own > 0.0, tl.div_rn(1.0, own * tl.div_rn(1.0, factor)), 0.0)
+    _write_fp4(normed * inverse, out + row * (WIDTH // 2), START, WIDTH, SIZE, 16)
 
 
 @triton.jit
