@@ -110,6 +110,14 @@ PASSES = (
         vendor="nvidia",
         by_default=False,
     ),
+    # By FlashInfer's kernel, where it has one (read in 0.33).
+    Pass(
+        fusions=quantised("add_rms_norm", per=("nvfp4_quant",)),
+        switch="fuse_norm_quant",
+        by="RMSNormQuantFusionPass",
+        vendor="nvidia",
+        by_default=False,
+    ),
     Pass(
         fusions=(*quantised("add_rms_norm", "rms_norm"), "gated_rms_norm_group_quant"),
         switch="fuse_norm_quant",

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from layerfuse import fusion
 from layerfuse.fusion import ActivationQuant, ActivationQuantError, Target, ops
-from layerfuse.fusion.backends.triton.family import function_of
 from layerfuse.fusion.ops.library import declared
 from layerfuse.fusion.ops.quantisation import NVFP4_LARGEST, quantise_nvfp4, swizzle, unswizzled
 
@@ -140,6 +139,9 @@ def test_the_kernel_gives_every_bit_of_the_reference(dtype: torch.dtype, swizzle
     weight[0::16] = torch.tensor([6.0, 5.0, 2.5, 0.375]).repeat(width)[: width // 16]
     weight[16:32] *= 2.0**-12
     x = signs.to(dtype)
+    pytest.importorskip("triton")
+    from layerfuse.fusion.backends.triton.family import function_of
+
     args = (x, weight.to(dtype), 0.0, 0.0, torch.tensor([448.0]), swizzled)
     wanted = declared("rms_norm_nvfp4_quant").reference(*args)
     got = function_of(declared("rms_norm_nvfp4_quant"))(*args)
