@@ -6,11 +6,9 @@ the ops of ours are given, and its results are handed to the op that is the atte
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +29,11 @@ aten = torch.ops.aten
 
 
 class OwnBeyond(InductorPass):  # type: ignore[misc]
-    """A pass of vLLM's for these numbers of tokens and layers."""
+    """A pass of vLLM's for these numbers of tokens and layers, in a module of this key (`keys.key_for`)."""
 
-    def __init__(self, tokens: range, made: Iterable[Layer]) -> None:
+    def __init__(self, tokens: range, made: Iterable[Layer], key: str) -> None:
         self.tokens = tokens
+        self.key = key
         self.kinds = {(layer.form(), _code_in_front(layer)): layer for layer in made}
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
@@ -52,8 +51,8 @@ class OwnBeyond(InductorPass):  # type: ignore[misc]
             _replace(graph, latents, turn, own)
 
     def uuid(self) -> str:
-        """Changes with this file and these tokens. What is traced is vLLM's code, which is part of vLLM's own key."""
-        return f"{self.tokens} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
+        """Changes with all of layerfuse's code and what it plans in the module. What is traced is vLLM's code, which is part of vLLM's own key."""
+        return f"{self.key} beyond {self.tokens}"
 
     def _traced(self, latents: Node, turn: Node) -> Graph:
         """What the wrapper does: of `_given` the normed query latent, the query, the latent and the rope's columns as its attention is given them.

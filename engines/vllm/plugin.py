@@ -443,7 +443,7 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             from .decode_facts import NAME
 
             placed: Any = compiled.placements[NAME]
-            backend.pass_manager.passes.insert(0, OwnBeyond(compiled.untouched, placed.made))
+            backend.pass_manager.passes.insert(0, OwnBeyond(compiled.untouched, placed.made, compiled.key))
     return result
 
 

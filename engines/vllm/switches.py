@@ -13,6 +13,11 @@ SHARED_IN_TURN = "VLLM_DISABLE_SHARED_EXPERTS_STREAM"
 """With it shared experts run behind the routed ones, on the same stream; on CPUs vLLM sets it itself."""
 
 
+_NUMBERS = BATCH_INVARIANT, MLA_DISABLE, SHARED_IN_TURN
+"""Those that vLLM reads as a number: each but 0 sets them."""
+
+
 def is_set(variable: str) -> bool:
     """Whether one of vLLM's switches is on in the environment."""
-    return os.environ.get(variable, "").strip().lower() in ("1", "true")
+    said = os.environ.get(variable, "").strip().lower()
+    return said in ("1", "true") or (variable in _NUMBERS and said.isdecimal() and int(said) != 0)

@@ -197,6 +197,8 @@ def test_a_switch_of_vllms_that_leaves_every_fusion_to_it_is_named(packages, mon
     (found,) = doctor.inside("vllm")
     said = "VLLM_BATCH_INVARIANT is set: vLLM keeps to kernels whose results do not depend on the batch"
     assert (found.state, found.detail) == ("absent", f"every fusion is left to vLLM 0.33.0: {said}")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "2")  # vLLM reads it as a number
+    assert doctor.inside("vllm")[0].state == "absent"
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     assert doctor.inside("vllm")[0].state == "found"
 

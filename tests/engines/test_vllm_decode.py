@@ -56,6 +56,7 @@ from layerfuse.engines.vllm import (
     decode_facts,
     decode_ops,
     decode_trial,
+    keys,
     plugin,
     readers,
 )
@@ -281,6 +282,30 @@ def test_graphs_in_which_vllms_ops_cannot_be_put_keep_layerfuses(
     torch.testing.assert_close(got.float(), own_states()[0], rtol=1e-4, atol=1e-5)
     assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_rope": 3}
     assert any("putting vLLM's own ops in the place of mla_decode's" in line for line in said(caplog))
+
+
+def test_caches_know_graphs_beyond_by_the_key_of_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the source of all that is traced with, and not of one file alone."""
+    given: list[str] = []
+
+    def key_for(_: Any) -> str:
+        given.append(f"key {len(given)}")
+        return given[-1]
+
+    monkeypatch.setattr(keys, "key_for", key_for)
+    with (
+        mock.patch.object(decode_beyond, "OwnBeyond", side_effect=decode_beyond.OwnBeyond) as made,
+        paged("deepseek-v3", tmp_path, layerfuse={"fusions": ["mla_decode"]}, captured=4) as engine,
+    ):
+        engine.step(STEPS[0][0])
+    passes = [call.args for call in made.call_args_list]
+    assert passes and {args[2] for args in passes} == set(given)
+    tokens, layers, key = passes[0]
+    known = {
+        decode_beyond.OwnBeyond(*args).uuid()
+        for args in ((tokens, layers, key), (tokens, layers, "another"), (range(9), layers, key))
+    }
+    assert len(known) == 3
 
 
 @pytest.mark.parametrize("mode", ["NONE", "VLLM_COMPILE"])

@@ -295,6 +295,13 @@ def test_a_weight_of_another_format_is_vllms(dtype: torch.dtype) -> None:
     assert not inside.is_layerfuses(torch.empty(256, 256, dtype=dtype), torch.empty(2, 2))
 
 
+def test_scales_and_what_is_multiplied_are_of_the_dtypes_that_kernels_read() -> None:
+    weight, scales = torch.empty(256, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 2)
+    for dtype, layerfuses in ((torch.bfloat16, True), (torch.float16, False), (torch.float32, False)):
+        assert inside.is_layerfuses(weight, scales, torch.empty(4, 256, dtype=dtype)) is layerfuses
+        assert not inside.is_layerfuses(weight, scales.to(torch.bfloat16), torch.empty(4, 256, dtype=dtype))
+
+
 def test_the_op_is_vllms_own_or_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inside.why_not() is None
     for name in ("fp8_gemm_nt", "flashinfer_fp8_blockscale_gemm"):
