@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from ... import registry
-from ...adapters.errors import UnknownLayerError
+from ...adapters.errors import LayerfuseError, UnknownLayerError
 from ...adapters.specs import AnySpec
 from ...fusion.engine import Engine
 from ...fusion.live_plan import module_index_of
@@ -23,7 +23,9 @@ from .host import SGLANG
 
 
 def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
-    """What layerfuse plans in the model of a `ModelRunner`; None where nothing can be done in it, which is said once.
+    """What layerfuse plans in the model of a `ModelRunner`; None where nothing of it is read.
+
+    Where nothing can be done in it, which is said once, the plan is one of reasons, for the report, and nothing of it is `active`.
 
     Raises:
         LayerfuseError: a layer cannot be read.
@@ -32,17 +34,22 @@ def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
     model, config, engine = runner.model, options.config(), _engine(runner)
     # A draft's layers, or those of another stage of a pipeline, may hold what these do not.
     stops = config.strict and options.asks and not runner.is_draft_worker and runner.server_args.pp_size == 1
-    if "*" in engine.refuses:
-        nothing(model, engine.refuses["*"], stops)
-        return None
-    unknown = dict(registry.unknown_in(model))
-    say_unknown(unknown)
+    refused = engine.refuses.get("*")
+    if refused is not None:
+        nothing(model, refused, stops)
     try:
-        specs = registry.specs_in(model)
-    except UnknownLayerError:
-        nothing(model, "no adapter knows any of its layers", stops)
+        specs, unknown = registry.specs_in(model), dict(registry.unknown_in(model))
+    except LayerfuseError as error:
+        if refused is None and not isinstance(error, UnknownLayerError):
+            raise
+        if refused is None:
+            say_unknown(dict(registry.unknown_in(model)))
+            nothing(model, "no adapter knows any of its layers", stops)
         return None
-    engine = attrs.evolve(engine, linears=_linears_left(runner, specs), loaded=True, release=SGLANG.version())
+    if refused is None:
+        say_unknown(unknown)
+        engine = attrs.evolve(engine, linears=_linears_left(runner, specs))
+    engine = attrs.evolve(engine, loaded=True, release=SGLANG.version())
     name = type(model).__qualname__
     ignored = frozenset(registry.default.ignored_in(model))
     compiled = CompiledModule(
@@ -60,11 +67,13 @@ def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
         engine=engine,
     )
     without = unfound(options.named, compiled.plan.decisions)
-    tell_unfound(model, without, stops)
+    compiled.find_unfound = without.copy
+    if refused is None:
+        tell_unfound(model, without, stops)
     if not compiled.active:
-        if not (without and options.names_alone):
+        compiled.strict = False  # nothing is expected
+        if refused is None and not (without and options.names_alone):
             nothing(model, "no site of it has a fusion that is on", stops)
-        return None
     return compiled
 
 

@@ -110,7 +110,9 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from .seams import SEAMS
 
         compiled = compiled_module_of(runner, options)
-        if compiled is not None:
+        if compiled is not None and not compiled.active:
+            _finish(compiled)
+        elif compiled is not None:
             products.put_in(compiled, runner.model)
             at_first_call(runner.model, compiled, SEAMS, lambda _: None, _finish)
     except Exception as error:

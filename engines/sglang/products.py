@@ -104,7 +104,8 @@ def put_in(compiled: CompiledModule, model: nn.Module) -> None:
         assert site.linear is not None, "the fusion is of linears"
         linear = model.get_submodule(join(site.layer, site.linear.path))
         ran[site.name] = Counter()
-        problem = _stand(linear, site.quant, compiled, ran[site.name], stood, tried)
+        miss = partial(left.__setitem__, site.name)
+        problem = _stand(linear, site.quant, compiled, ran[site.name], stood, tried, miss)
         if problem is not None:
             left[site.name] = problem
             once(logging.WARNING, LEFT, problem)
@@ -160,6 +161,7 @@ def _stand(
     ran: Counter[str],
     stood: dict[str, Native],
     tried: dict[Any, str | None],
+    miss: Callable[[str], None],
 ) -> str | None:
     """Let a linear's few tokens be layerfuse's, or say why not."""
     method, (weight, weight_scale) = linear.quant_method, _weight(linear)
@@ -171,7 +173,7 @@ def _stand(
     if key not in tried:
         tried[key] = _difference(own, weight, weight_scale, quant)
     if tried[key] is None:
-        setattr(method, PLACE, _product(own, compiled, ran, stood[own.__name__]))
+        setattr(method, PLACE, _product(own, compiled, ran, stood[own.__name__], miss))
     return tried[key]
 
 
@@ -191,9 +193,9 @@ def _difference(own: Callable[..., Tensor], weight: Tensor, weight_scale: Tensor
 
 
 def _product(
-    own: Callable[..., Tensor], compiled: CompiledModule, ran: Counter[str], stood: Native
+    own: Callable[..., Tensor], compiled: CompiledModule, ran: Counter[str], stood: Native, miss: Callable[[str], None]
 ) -> Callable[..., Tensor]:
-    """What stands for SGLang's function; `ran` counts calls of layerfuse's ops."""
+    """What stands for SGLang's function; `ran` counts calls of layerfuse's ops, `miss` is told why none is called any more."""
     block_product, block_linear = BEYOND[own.__name__]
 
     @functools.wraps(own)
@@ -217,6 +219,7 @@ def _product(
             return theirs()
         problem = stood.changed()
         if problem is not None:
+            miss(problem)
             once(logging.WARNING, GONE, problem)
             return theirs()
         made: Tensor

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -58,11 +60,12 @@ LLAMA = {
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A new process of SGLang's, as far as layerfuse knows, that asks for one fusion."""
     monkeypatch.setattr(process, "this", process.Process())
     monkeypatch.setattr(plugin.process, "this", process.this)
     monkeypatch.setenv("LAYERFUSE_FUSIONS", ADD)
+    monkeypatch.setenv("LAYERFUSE_REPORT", str(tmp_path / "report.json"))
     enter(SGLANG)
     held = vars(model_runner.ModelRunner)["load_model"]
     yield
@@ -89,7 +92,7 @@ def runner_of(model: nn.Module, **arguments: Any) -> Any:
         "lora_paths": None,
         **arguments,
     }
-    config = SimpleNamespace(quantization=None)
+    config = SimpleNamespace(quantization=None, model_path="a/model")
     return SimpleNamespace(
         model=model, is_draft_worker=False, server_args=SimpleNamespace(**given), model_config=config
     )
@@ -335,12 +338,18 @@ def test_kernels_of_sglangs_packages_are_its_own() -> None:
     [({"enable_torch_compile": True}, "enable_torch_compile"), ({"enable_deterministic_inference": True}, "the batch")],
 )
 def test_where_sglang_compiles_or_is_deterministic_nothing_is_fused(
-    arguments: dict[str, Any], why: str, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, Any], why: str, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     runner = runner_of(llama(), **arguments)
-    assert compiled_module_of(runner, plugin.options_here()) is None
-    (line,) = said(log)
+    at_load(runner)
+    line, report = said(log)
     assert line.startswith("layerfuse: nothing is fused in LlamaForCausalLM: ") and why in line
+    assert re.search(rf"{ADD}, .*: cannot stand at \d+ sites: .*{why}", report)
+    (module,) = json.loads((tmp_path / "report.json").read_text())["modules"].values()
+    reasons = {each["reason"] for each in module["sites"] if (each["fusion"], each["decision"]) == (ADD, "refused")}
+    assert len(reasons) == 1 and why in reasons.pop()
+    called_ops = called(runner.model.get_submodule(FIRST), *rows())[1]
+    assert called_ops == 0
     monkeypatch.setenv("LAYERFUSE_STRICT", "1")
     with pytest.raises(NotFusedError, match=why):
         compiled_module_of(runner, plugin.options_here())
@@ -349,7 +358,8 @@ def test_where_sglang_compiles_or_is_deterministic_nothing_is_fused(
 def test_a_fusion_that_has_no_place_is_named(log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD},silu_mul_group_quant,mla_decode")
     model = llama()
-    assert compiled_module_of(runner_of(model), plugin.options_here()) is not None
+    compiled = compiled_module_of(runner_of(model), plugin.options_here())
+    assert compiled is not None and list(compiled.unfound) == ["silu_mul_group_quant", "mla_decode"]
     assert [line.partition(":")[2].partition(":")[0] for line in said(log)] == [
         " silu_mul_group_quant is asked for, and has no site in LlamaForCausalLM",
         " mla_decode is asked for, and has no site in LlamaForCausalLM",
@@ -391,8 +401,15 @@ def loaded(quantization: str | None = None, **arguments: Any) -> nn.Module:
     """A model as it is after layerfuse's hook."""
     runner = runner_of(llama(), **arguments)
     runner.model_config.quantization = quantization
-    plugin._at_load(lambda runner: None, runner)
+    at_load(runner)
     return runner.model
+
+
+def at_load(runner: Any) -> None:
+    """With what SGLang says of its ranks once they are there."""
+    alone = SimpleNamespace(pp_size=1, attn_dp_size=1)
+    with mock.patch("sglang.srt.runtime_context.get_parallel", return_value=alone):
+        plugin._at_load(lambda runner: None, runner)
 
 
 def test_what_was_measured_faster_is_on_without_a_word(policy: Any, log: pytest.LogCaptureFixture) -> None:
@@ -449,7 +466,9 @@ def test_fusions_of_another_package_are_planned_for_on_a_cpu_too(
     assert ADD in FUSIONS, "read before the package is there"
     monkeypatch.syspath_prepend(outside_package(tmp_path, 1.0))
     loaded()
-    assert said(log) == ["layerfuse: nothing is fused in LlamaForCausalLM: no site of it has a fusion that is on"]
+    line, report = said(log)
+    assert line == "layerfuse: nothing is fused in LlamaForCausalLM: no site of it has a fusion that is on"
+    assert "few_token_linear: cannot stand at 8 sites: SGLang compiles no model" in report
 
 
 def test_a_default_that_has_no_site_stops_no_strict_engine(
@@ -458,7 +477,9 @@ def test_a_default_that_has_no_site_stops_no_strict_engine(
     monkeypatch.setenv("LAYERFUSE_STRICT", "1")
     policy(measured("mla_dual_rms_norm"))
     loaded()
-    assert said(log) == ["layerfuse: nothing is fused in LlamaForCausalLM: no site of it has a fusion that is on"]
+    line, report = said(log)
+    assert line == "layerfuse: nothing is fused in LlamaForCausalLM: no site of it has a fusion that is on"
+    assert "few_token_linear: cannot stand at 8 sites: SGLang compiles no model" in report
 
 
 def test_switched_off_nothing_is_on_whatever_was_measured(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,6 +197,8 @@ def test_what_is_put_there_later_is_called(kernels: Kernels, log: pytest.LogCapt
         method.apply(linear, torch.ones(3, 256, dtype=torch.bfloat16))
     assert (calls[LINEAR], kernels.quantised > 0) == (0, True)
     assert few.GONE % "it is from elsewhere" in said(log)
+    (site,) = compiled.placements[BLOCKS].missed
+    assert site.startswith("model.layers.0") and compiled.placements[BLOCKS].missed[site] == "it is from elsewhere"
 
 
 # ---- linears that are left
@@ -204,7 +206,7 @@ def test_what_is_put_there_later_is_called(kernels: Kernels, log: pytest.LogCapt
 
 def why_left(model: nn.Module, log: pytest.LogCaptureFixture, **arguments: Any) -> str:  # noqa: F811
     """Why all are."""
-    assert planned(model, **arguments) is None
+    assert not planned(model, **arguments).active
     (line,) = said(log)
     before = f"layerfuse: {BLOCKS} is asked for, and has no site in LlamaForCausalLM: "
     assert line.startswith(before)
