@@ -109,13 +109,15 @@ TABLE: dict[str, Entry] = {
     "vllm:FlashInferFp8DeepGEMMDynamicBlockScaledKernel": read.flashinfer_or_deep_gemm,
     "vllm:Fp8BlockScaledMMLinearKernel": read.quant_fp8,
     "vllm:FP8ScaledMMLinearKernel": read.quant_fp8,
-    # sglang/srt/layers/quantization: unquant.py, fp8.py, w8a8_fp8.py, compressed_tensors/schemes
+    # sglang/srt/layers/quantization: unquant.py, fp8.py, w8a8_fp8.py, modelopt_quant.py, compressed_tensors/schemes
     "sglang:UnquantizedLinearMethod": None,
     "sglang:Fp8LinearMethod": read.sglang_fp8,
     "sglang:W8A8Fp8LinearMethod": read.sglang_w8a8_fp8,
     "sglang:CompressedTensorsW8A8Fp8": read.sglang_compressed_tensors,
     "sglang:CompressedTensorsW8A16Fp8": None,
     "sglang:CompressedTensorsWNA16": None,
+    "sglang:CompressedTensorsW4A4Fp4": read.NVFP4,
+    "sglang:ModelOptFp4LinearMethod": read.sglang_nvfp4,
     "sglang:UnquantizedFusedMoEMethod": None,
     "sglang:Fp8MoEMethod": read.IN_KERNEL,
     "sglang:Mxfp4MoEMethod": read.BY_KERNEL,

@@ -322,6 +322,13 @@ def sglang_compressed_tensors(scheme: Any, linear: Any) -> Answer:
     return PER_TOKEN if at(scheme, "weight_block_size") is None else _sglang_block(scheme, linear, "weight_scale")
 
 
+def sglang_nvfp4(method: Any, linear: Any) -> Answer:
+    """sglang/srt/layers/quantization/modelopt_quant.py, `ModelOptFp4LinearMethod.apply`; only Marlin gives the linear a workspace."""
+    if at(method, "quant_mode") != "w4a4" or maybe(linear, "workspace") is not None:
+        return None
+    return "multiplies activations by a number per column first" if at(method, "quant_config.is_awq") else NVFP4
+
+
 def _sglang_block(method: Any, linear: Any, scale: str) -> Answer:
     product = at(method, "w8a8_block_fp8_linear")
     name = maybe(maybe(product, "func") or product, "__name__")

@@ -206,6 +206,8 @@ TABLE: dict[str, Reading] = {
     "sglang:Fp8LinearMethod": _sglang_fp8,
     "sglang:W8A8Fp8LinearMethod": _sglang_fp8,
     "sglang:CompressedTensorsW8A8Fp8": _sglang_fp8,
+    "sglang:CompressedTensorsW4A4Fp4": _nvfp4,
+    "sglang:ModelOptFp4LinearMethod": _nvfp4,
     "atom:LinearBase": _atom,
     "transformers:FP8Experts": _finegrained_fp8_experts,
     "transformers:Mxfp4GptOssExperts": _mx(_FP4),

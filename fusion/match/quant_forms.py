@@ -160,6 +160,13 @@ def _mx(scheme: str) -> Read:
     return lambda _: Described(fixed=scheme)
 
 
+def _flashinfer_fp4(given: _Arguments) -> Described | str:
+    """Of FlashInfer's `fp4_quantize`, as SGLang wraps it (srt/layers/quantization/fp4_utils.py)."""
+    if given["sf_vec_size"] != 16 or given["sf_use_ue8m0"] or given["global_scale"] is None:
+        return "it quantises to fp4 with other scales than NVFP4 has"
+    return _EIGHT_ROWS if given["is_sf_8x4_layout"] else _nvfp4("is_sf_swizzled_layout")(given)
+
+
 def _refused(reason: str) -> Read:
     return lambda _: reason
 
@@ -173,6 +180,7 @@ def _nvfp4(swizzled: str) -> Read:
     return lambda given: Described(fixed="nvfp4", swizzled=bool(given[swizzled]))
 
 
+_EIGHT_ROWS = "its scales lie in tiles of 8 x 4, and the fused op's of 128 x 4"
 _E8M0 = "it gives its exponents as float8_e8m0fnu, rounded up, and the fused op as uint8"
 
 ONE_OP_QUANTS: dict[str, OneOp] = {
@@ -188,9 +196,8 @@ ONE_OP_QUANTS: dict[str, OneOp] = {
     # csrc/libtorch_stable/quantization/fp4, and csrc/libtorch_stable/torch_bindings.cpp; _custom_ops.py calls the second.
     "_C::scaled_fp4_quant": OneOp(_nvfp4("is_sf_swizzled_layout"), scale=1),
     "_C::scaled_fp4_quant.out": OneOp(_nvfp4("is_sf_swizzled_layout"), values=3, scales=4, scale=1),
-    "vllm::flashinfer_nvfp4_quantize": OneOp(
-        _refused("its scales lie in tiles of 8 x 4, and the fused op's of 128 x 4")
-    ),
+    "vllm::flashinfer_nvfp4_quantize": OneOp(_refused(_EIGHT_ROWS)),
+    "sglang::flashinfer_fp4_quantize": OneOp(_flashinfer_fp4, scale=1),
     "vllm::xpu_mxfp8_quantize": OneOp(_refused(_E8M0)),
     "vllm::xpu_mxfp4_quantize": OneOp(_refused(_E8M0)),
     "vllm::quant_dequant_mxfp4": OneOp(_refused("it gives the values that MXFP4 would stand for, and not MXFP4")),

@@ -300,6 +300,24 @@ def test_sglang_w8a8_and_compressed_tensors() -> None:
         check(linear, expected)
 
 
+@pytest.mark.parametrize(
+    ("mode", "awq", "workspace", "expected"),
+    [
+        ("w4a4", False, None, NVFP4),
+        ("w4a4", True, None, "multiplies activations by a number per column first"),
+        ("w4a4", False, torch.zeros(1), None),
+        ("w4a16", False, None, None),
+    ],
+)
+def test_sglang_nvfp4(mode: str, awq: bool, workspace: Any, expected: Any) -> None:
+    linear = sglang_linear("modelopt_quant:ModelOptFp4LinearMethod", quant_mode=mode)
+    linear.quant_method.quant_config = SimpleNamespace(is_awq=awq)
+    linear.workspace = workspace
+    check(linear, expected)
+    linear.scheme = module(f"{_S}.quantization.compressed_tensors.schemes:CompressedTensorsW4A4Fp4")
+    check(linear, NVFP4)
+
+
 # ---- ATOM: stand-ins
 
 

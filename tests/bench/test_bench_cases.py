@@ -121,6 +121,8 @@ def test_a_padded_norm_is_as_wide_as_was_asked_for(case):
 def test_packed_values_and_exponents_are_bytes(case):
     mx = case("add_rms_norm_mxfp4_quant_with_norm", widths=(64,))
     assert mx.bytes_written(1) == 32 + 2 + 64 * 2 + 64 * 2
+    nv = case("add_rms_norm_nvfp4_quant_with_norm", widths=(64,))
+    assert nv.bytes_written(1) == 32 + 4 + 64 * 2 + 64 * 2 and nv.bytes_read(1) == mx.bytes_read(1) + 4
 
 
 def test_other_rows_are_contiguous_tensors_of_their_own(case):
@@ -154,7 +156,11 @@ def test_other_rows_are_contiguous_tensors_of_their_own(case):
         ({"fusion": "add_rms_norm_pad", "pad_to": 2560}, "rows of 2880 columns cannot be padded to 2560"),
         ({"fusion": "rms_norm_mxfp8_quant", "fp8": "e4m3fnuz"}, "has a format of its own"),
         ({"fusion": "rms_norm_mxfp4_quant", "ue8m0": True}, "has no scales that could be rounded to powers of two"),
-        ({"fusion": "rms_norm_mxfp4_quant", "widths": (100,)}, "the width must be a multiple of that"),
+        (
+            {"fusion": "rms_norm_mxfp4_quant", "widths": (100,)},
+            "one scale per 32 columns: the width must be a multiple",
+        ),
+        ({"fusion": "rms_norm_nvfp4_quant", "widths": (40,)}, "one scale per 16 columns: the width must be a multiple"),
         ({"fusion": "silu_mul_static_quant", "widths": (64,), "weight_offset": 1.0}, "takes no offset of its weights"),
         ({"fusion": "silu_mul_static_quant", "widths": (64,), "limit": -1.0}, "takes no such limit"),
         ({"fusion": "mla_dual_rms_norm_per_token_quant", "group_size": 64}, "has no groups"),

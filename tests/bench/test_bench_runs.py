@@ -181,6 +181,8 @@ def test_a_wrong_sum_or_its_norm_gets_no_time(tiny, peer, change, said):
         ("rms_norm_mxfp8_quant", lambda q, e: (q, e + 1), "an exponent is not that of the largest of its values"),
         ("rms_norm_mxfp8_quant", as_bytes(lambda q: q - ((q & 0x7F) > 0).byte()), "half steps of fp8"),
         ("rms_norm_mxfp4_quant", lambda q, e: ((q >> 4) | (q << 4), e), "half steps of fp4"),
+        ("rms_norm_nvfp4_quant", lambda q, e: ((q >> 4) | (q << 4), e), "half steps of fp4"),
+        ("rms_norm_nvfp4_quant", lambda q, e: (q, next_scale(e)), "a scale is not that of the largest of its values"),
         ("add_rms_norm_pad", lambda x, total: (pad_with_ones(x), total), "the padding is not zero"),
         ("add_rms_norm_pad", lambda x, total: (x[:, :256], total), "results are bfloat16 (5, 256)"),
         ("rms_norm_group_quant_with_norm", lambda q, scales, normed: (q, scales, normed * 1.02), "a norm is off by"),
@@ -195,6 +197,10 @@ def test_a_wrong_result_of_any_kind_gets_no_time(tiny, peer, fusion, change, sai
     verdict, message = held_against(tiny(fusion, names=["broken"], tokens=[5], **more))
     assert verdict == "wrong"
     assert said in message
+
+
+def next_scale(scales):
+    return (scales.view(torch.uint8) + 2).view(scales.dtype)
 
 
 def pad_with_ones(x):

@@ -202,6 +202,18 @@ def flashinfer_nvfp4_quantize(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor
     return scaled_fp4_quant(x, factor, False)
 
 
+@op(
+    "sglang::flashinfer_fp4_quantize(Tensor input, Tensor? global_scale=None, int sf_vec_size=16, bool sf_use_ue8m0=False, "
+    "bool is_sf_swizzled_layout=True, bool is_sf_8x4_layout=False, bool? enable_pdl=None) -> (Tensor, Tensor)",
+    fake=None,
+)
+def flashinfer_fp4_quantize(
+    x: Tensor, factor: Tensor, _: int = 16, __: bool = False, swizzled: bool = True, *___: Any
+) -> Any:
+    values, scales = quantise_nvfp4(x, factor, swizzled)
+    return values, scales.view(torch.uint8)
+
+
 class Stands(Stream):
     """A stream with the scale that a checkpoint gives, a buffer of no dimensions as vLLM's."""
 
@@ -222,6 +234,14 @@ def functional(swizzled: bool) -> Any:
     return quantise
 
 
+def as_sglang(swizzled: bool) -> Any:
+    def quantise(x: Tensor, factor: Tensor) -> Any:
+        given = torch.ops.sglang.flashinfer_fp4_quantize(x.reshape(-1, 256), factor, is_sf_swizzled_layout=swizzled)
+        return given[0], given[1].view(torch.float8_e4m3fn)
+
+    return quantise
+
+
 def as_vllm(swizzled: bool, wider: int = 0) -> Any:
     """vllm/_custom_ops.py, `scaled_fp4_quant` of 0.33."""
 
@@ -234,7 +254,7 @@ def as_vllm(swizzled: bool, wider: int = 0) -> Any:
     return quantise
 
 
-FORMS = {"ours": ours, "functional": functional, "as vLLM": as_vllm}
+FORMS = {"ours": ours, "functional": functional, "as vLLM": as_vllm, "as SGLang": as_sglang}
 
 
 @pytest.mark.parametrize(("form", "swizzled", "shape"), in_turn(FORMS, [True, False], [(5,), (2, 3), (130,)]), ids=str)
@@ -312,6 +332,16 @@ REFUSED = [
         "nvfp4",
         torch.ops.vllm.flashinfer_nvfp4_quantize,
         "its scales lie in tiles of 8 x 4, and the fused op's of 128 x 4",
+    ),
+    (
+        "nvfp4,swizzled",
+        lambda x, factor: torch.ops.sglang.flashinfer_fp4_quantize(x, factor, is_sf_8x4_layout=True),
+        "its scales lie in tiles of 8 x 4",
+    ),
+    (
+        "nvfp4",
+        lambda x, factor: torch.ops.sglang.flashinfer_fp4_quantize(x, factor, 32, True, False),
+        "it quantises to fp4 with other scales than NVFP4 has",
     ),
     ("nvfp4,swizzled", as_vllm(True, wider=64), "and the fused op gives torch.uint8 (5, 128) row by row"),
     ("nvfp4,swizzled", own_scale, "comes from the values that are quantised"),
