@@ -31,6 +31,7 @@ NOTHING_FOR = {
     "gated_rms_norm_static_quant",
     *(f"gated_rms_norm_{form}_quant_with_norm" for form in ("static", "per_token", "group")),
     *(f"silu_mul_{form}_quant_with_product" for form in ("static", "per_token", "group")),
+    *(f"{add}rms_norm_nvfp4_quant{kept}" for add in ("", "add_") for kept in ("", "_with_norm")),
     "rms_norm_mxfp8_quant_with_norm",
     "add_rms_norm_mxfp8_quant_with_norm",
     "all_reduce_add_rms_norm_static_quant",

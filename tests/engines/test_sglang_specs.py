@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from layerfuse import registry
-from layerfuse.adapters import NO_ROPE, GQASpec, MLASpec, ResidualSpec
+from layerfuse.adapters import NO_ROPE, ActivationQuant, GQASpec, MLASpec, ResidualSpec, WeightSpec
 
 sglang_layers = pytest.importorskip("sglang_layers")
-from sglang_layers import MODELS, build_model  # noqa: E402
+from sglang_host import published_config  # noqa: E402
+from sglang_layers import MODELS, build_model, build_of  # noqa: E402
 from whole_models import cases, check_every_layer, check_kernel_layers, check_stages, norms_that_feed_nothing  # noqa: E402
 
 WITHOUT_STAGES = ("longcat-flash", "qwen3-next")
@@ -98,3 +99,18 @@ def test_the_stages_of_a_pipeline_together_are_the_whole_model(name: str, tp: in
     rank = tp - 1
     models = [build_model(name, tp=tp, rank=stage * tp + rank, pp=stages) for stage in range(stages)]
     check_stages(build_model(name, tp=tp, rank=rank), models)
+
+
+def test_linears_in_nvfp4_say_how_they_take_what_they_read() -> None:
+    """As ModelOpt writes it: SGLang quantises in front of the product, with scales in tiles."""
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
+
+    config = {**published_config("deepseek-v3"), "num_hidden_layers": 2, "first_k_dense_replace": 100}
+    for awq, quant in ((False, ActivationQuant(fixed="nvfp4", swizzled=True)), (True, None)):
+        said = ModelOptFp4Config(True, group_size=16, exclude_modules=["lm_head"], is_awq=awq)
+        model, _ = build_of(config, rank=0, tp=1, pp=1, patch={}, quantised=said)
+        decoder = model.get_submodule("model.layers.1")
+        attention, stream = registry.spec_for(decoder.self_attn), registry.spec_for(decoder)
+        assert (attention.q_norm.quant, stream.post_attention_norm.quant) == (quant, quant)
+        (linear,) = attention.q_norm.consumers
+        assert linear.weight == WeightSpec(dtype="float4_e2m1fn", scheme="group", block=(1, 16))
