@@ -104,6 +104,9 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         say_if_untested()
         if options.says_nothing:
             _say_where_defaults_come_from(runner)
+        import torch
+
+        from ...fusion.ops.quantisation import Scaling, scale_groups
         from ..standing import at_first_call
         from . import products
         from .loading import compiled_module_of
@@ -113,6 +116,9 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if compiled is not None and not compiled.active:
             _finish(compiled)
         elif compiled is not None:
+            if torch.version.hip is None:
+                # As SGLang's own kernels do: sglang/kernels/jit/csrc/gemm/per_token_group_quant.cuh.
+                scale_groups(Scaling.OF_AMAX)
             products.put_in(compiled, runner.model)
             at_first_call(runner.model, compiled, SEAMS, lambda _: None, _finish)
     except Exception as error:

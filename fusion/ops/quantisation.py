@@ -5,7 +5,9 @@ From values `n`, in float32 what a chain without the quantisation gives, rounded
 - `scale = max(amax |n|, 1e-10) / largest`, float32, where `largest` is 448 for e4m3fn and 240 for e4m3fnuz. A row of
   zeros gets the scale of 1e-10 and zeros.
 - With `use_ue8m0` the scale is rounded up to a power of two, still stored as float32.
-- `q = n * (1 / scale)`, clamped to +-largest, rounded to nearest even. Dequantised: `q * scale`.
+- `q = n * (1 / scale)`, clamped to +-largest, rounded to nearest even. Dequantised: `q * scale`. In SGLang, whose kernels
+  have it so, groups have `q = n * (largest / amax)` (`Scaling.OF_AMAX`): of values of 16 bits one in 700 lies halfway between two of fp8, and
+  rounding decides there.
 - A NaN in a group makes the group's scale NaN and all its values NaN. An infinity makes the scale infinite; the
   infinity itself becomes NaN and the finite values become zero. Nothing broken is hidden behind a finite number.
 - Static: the scale is given, `q = n * (1 / scale)`, clamped likewise. A NaN stays NaN, and an infinity becomes +-largest.
@@ -23,6 +25,7 @@ From values `n`, in float32 what a chain without the quantisation gives, rounded
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from math import prod
 
 import torch
@@ -36,6 +39,30 @@ SMALLEST_AMAX = 1e-10
 
 GROUP_SIZES = (32, 64, 128)
 """Columns per scale that the group forms take."""
+
+
+class Scaling(IntEnum):
+    """What the scale of fp8 values is, and what they are multiplied by."""
+
+    OF_SCALE = 0
+    "amax / largest, and one over it."
+    POWER_OF_TWO = 1
+    "That rounded up to a power of two, and one over it."
+    OF_AMAX = 2
+    "amax / largest, and largest / amax: of groups alone."
+
+
+_chosen = {"groups": Scaling.OF_SCALE}
+
+
+def scale_groups(how: Scaling) -> None:
+    """Choose, for this process, what is done with groups whose scales are no powers of two: as the engine's own kernels do."""
+    _chosen["groups"] = how
+
+
+def scaling(use_ue8m0: bool, groups: bool = True) -> int:
+    """What an op does, by its own option and as chosen for this process: a number of `Scaling`, which a kernel takes as it is."""
+    return (Scaling.POWER_OF_TWO if use_ue8m0 else _chosen["groups"] if groups else Scaling.OF_SCALE).value
 
 
 def scale_shape(leading: tuple[int, ...], width: int, group_size: int | None) -> tuple[int, ...]:
@@ -110,11 +137,14 @@ def quantise(
     if groups * step != width:
         padded = torch.nn.functional.pad(padded, (0, groups * step - width))
     padded = padded.unflatten(-1, (groups, step))
-    scale = padded.abs().amax(-1).clamp_(min=SMALLEST_AMAX).div_(largest)
-    if use_ue8m0:
+    amax = padded.abs().amax(-1).clamp_(min=SMALLEST_AMAX)
+    how = scaling(use_ue8m0, group_size is not None)
+    scale = amax / largest
+    if how == Scaling.POWER_OF_TWO:
         scale = round_up_to_power_of_two(scale)
-    # Nothing is left to clamp: a value times the reciprocal is at most two roundings above the largest, and rounds to it.
-    scaled = (padded * scale.reciprocal().unsqueeze(-1)).flatten(-2)
+    inverse = largest / amax if how == Scaling.OF_AMAX else scale.reciprocal()
+    # Nothing is left to clamp: a value times its inverse is at most two roundings above the largest, and rounds to it.
+    scaled = (padded * inverse.unsqueeze(-1)).flatten(-2)
     if groups * step != width:
         # Into a tensor of its own: a slice of one row or of none counts as contiguous whatever its strides.
         quantised = torch.empty(values.shape, dtype=dtype, device=values.device).copy_(scaled[..., :width])

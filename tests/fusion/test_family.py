@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -26,8 +27,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerfuse.fusion import ops
-from layerfuse.fusion.declare import BlockScale, Exponents, Flag, GroupSize, Limit, Rows
+from layerfuse.fusion.declare import BlockScale, Exponents, Flag, GroupSize, Limit, Quantised, Rows, Scales
 from layerfuse.fusion.ops.arithmetic import REFERENCE
+from layerfuse.fusion.ops.quantisation import Scaling, quantise, scale_groups
 from layerfuse.fusion.steps import Quant
 from layerfuse.testing.op_inputs import HEADS
 
@@ -287,3 +289,48 @@ def test_chains_that_the_kernels_do_not_know_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="the kernels are for chains with weight offsets"):
             function_of(op_of("test_refused", chain))
+
+
+GROUPED = [name for name, form in FORMS.items() if name.endswith("_group_quant")]
+
+
+@pytest.fixture
+def by_amax() -> Iterator[None]:
+    """As SGLang's kernels have it."""
+    scale_groups(Scaling.OF_AMAX)
+    yield
+    scale_groups(Scaling.OF_SCALE)
+
+
+def test_groups_are_multiplied_by_the_largest_over_amax_where_an_engine_does_that(by_amax: None) -> None:
+    # All that bfloat16 holds from 1 to 2, below sixty-four largest values: some lie halfway between two values of fp8.
+    x = torch.arange(0x3F80, 0x4000, dtype=torch.int16).view(torch.bfloat16).repeat(64, 1)
+    x[:, 0] = torch.linspace(1.5, 3.9, 64)
+    amax = x.float().amax(-1, keepdim=True)
+    values, scales = quantise(x, E4M3, 128, False, False)
+    assert torch.equal(values.float(), (x.float() * (448 / amax)).to(E4M3).float())
+    assert torch.equal(scales, amax / 448)
+    rows, _ = quantise(x, E4M3, None, False, False)
+    assert torch.equal(rows.float(), (x.float() * (1 / (amax / 448))).to(E4M3).float())
+    assert not torch.equal(values.float(), rows.float())
+
+
+@triton
+@pytest.mark.parametrize("name", in_turn(GROUPED))
+def test_a_kernel_multiplies_groups_by_that_too(name: str, by_amax: None) -> None:
+    form = FORMS[name]
+    args = arguments(form, (64,), 512, Options(group_size=128))
+    found = []
+    for how in (Scaling.OF_SCALE, Scaling.OF_AMAX):
+        scale_groups(how)
+        results = several(kernel_of(name)(*args))
+        assert problems(form, args, results, interpreted=not GPU, made_by=made_by_kernel) == []
+        by_kind = {type(result): each for result, each in zip(form.op.results, results, strict=True)}
+        found.append((by_kind[Quantised], by_kind[Scales]))
+    (values, scales), (by_amax_values, by_amax_scales) = found
+    assert torch.equal(scales, by_amax_scales)
+    assert not torch.equal(values.float(), by_amax_values.float())
+    if GPU:  # Triton's interpreter rounds otherwise where it stores fp8
+        rows = plain(form, args, made_by_kernel).reshape(values.shape)
+        expected, _ = quantise(rows, E4M3, 128, False, False)
+        assert (by_amax_values.float() != expected.float()).float().mean() < 2e-4

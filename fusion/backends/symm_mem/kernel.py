@@ -111,7 +111,7 @@ def all_reduce_row_norm(
     WORLD: tl.constexpr, RANK: tl.constexpr, SHOTS: tl.constexpr, MOST: tl.constexpr, PITCH: tl.constexpr,
     IN_ORDER: tl.constexpr,
     WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr, X_UNIT: tl.constexpr, RESIDUAL_UNIT: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, KEEP: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, SCALING: tl.constexpr, KEEP: tl.constexpr,
     PADDED: tl.constexpr, ZEROS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sum a row of WIDTH columns over WORLD ranks, add the residual's, and norm it as `row_norm` does.
@@ -172,5 +172,5 @@ def all_reduce_row_norm(
     write_rows(values, residual_out, row, WIDTH, WIDTH, CHUNK, 0, GROUP, USUAL)
     finish(
         values, weights, out, normed, scale_in, scales, row, scale_stride, group_stride,
-        WIDTH, EPSILON, OFFSET, CHUNK, 0, QUANT, GROUP, LARGEST, UE8M0, KEEP, PADDED, 1, USUAL, TYPE,
+        WIDTH, EPSILON, OFFSET, CHUNK, 0, QUANT, GROUP, LARGEST, SCALING, KEEP, PADDED, 1, USUAL, TYPE,
     )  # fmt: skip

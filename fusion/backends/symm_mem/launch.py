@@ -104,7 +104,7 @@ def launch(
     in_order = rows > layout.resident
     key = (
         name, layout, in_order, device, x.dtype, weight.dtype,
-        given.out.dtype, width, padded, epsilon, offset, x_unit, residual_unit, given.group, given.ue8m0, special,
+        given.out.dtype, width, padded, epsilon, offset, x_unit, residual_unit, given.group, given.scaling, special,
     )  # fmt: skip
     if launcher.again(key, device, addresses, numbers):
         return
@@ -113,7 +113,7 @@ def launch(
     zeros = tuning.power_of_two(padded - width) if padded > width else 0
     constants = (
         layout.world_size, layout.rank, layout.shots, layout.most, layout.row_bytes // item, in_order,
-        width, epsilon, offset, x_unit, residual_unit, mode, given.group, given.largest, given.ue8m0,
+        width, epsilon, offset, x_unit, residual_unit, mode, given.group, given.largest, given.scaling,
         kept, padded, zeros, chunk,
     )  # fmt: skip
     launcher.first(all_reduce_row_norm, key, every, numbers, constants, rows=1, sides=1, warps=warps)

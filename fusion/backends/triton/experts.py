@@ -12,7 +12,7 @@ from ...declare import Op
 from ...linear_ops import WIDEST
 from ...ops.experts import block_scaled_experts as reference
 from ...ops.linear import BLOCK, MOST
-from ...ops.quantisation import LARGEST
+from ...ops.quantisation import LARGEST, scaling
 from . import launcher, linear, refuses_fp8
 from .experts_kernel import few_token_experts_down, few_token_experts_up
 
@@ -99,7 +99,7 @@ def _launch(
         few_token_experts_down, (name, "down"), (middle, w2, w2_scale, ids, router, parts, counters, out),
         (tokens, ids.stride(0), router.stride(0), w2.stride(1) // units[2], w2.stride(0) // units[2], out.stride(0), tokens * split),
         (
-            experts, topk, choices, pairs, columns, inner, BLOCK, units[2], LARGEST[w2.dtype], use_ue8m0, most, shape.down_tile,
+            experts, topk, choices, pairs, columns, inner, BLOCK, units[2], LARGEST[w2.dtype], scaling(use_ue8m0), most, shape.down_tile,
             shape.down_each, shape.down_batch, interpreted, steady,
         ),
         tiles * split, shape.down_warps, device,

@@ -126,7 +126,7 @@ def few_token_experts_down(
     x, weight, weight_scale, ids, router, parts, arrived, out,
     tokens, id_row, router_row, weight_row, weight_expert, out_row, split,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    BLOCK: tl.constexpr, WEIGHT_UNIT: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, WEIGHT_UNIT: tl.constexpr, LARGEST: tl.constexpr, SCALING: tl.constexpr, TOKENS: tl.constexpr,
     TILE: tl.constexpr, EACH: tl.constexpr, BATCH: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """TILE columns of what EACH pairs of token and expert add to all tokens, per program; the last of a tile's programs sums.
@@ -176,8 +176,8 @@ def few_token_experts_down(
             at = x + place.to(tl.int64)[:, None] * INNER + group * BLOCK + k[None, :]
             wide = tl.load(at, mask=has[:, None], other=0.0).to(tl.float32)
             weights = tl.sum(tl.load(router + m[:, None] * router_row + choice, mask=chose, other=0.0), 1)
-            scale = quant_scale(tl.max(magnitude(wide), 1).to(tl.float32, bitcast=True), LARGEST, UE8M0)
-            right = (wide * (1.0 / scale)[:, None]).to(weight.dtype.element_ty)
+            scale, inverse = quant_scale(tl.max(magnitude(wide), 1).to(tl.float32, bitcast=True), LARGEST, SCALING)
+            right = (wide * inverse[:, None]).to(weight.dtype.element_ty)
             if WIDE:
                 product = tl.dot(lefts[i].to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee")
             else:

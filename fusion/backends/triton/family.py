@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...declare import Op
 from ...formats import FORMATS
-from ...ops.quantisation import LARGEST, MX_COLUMNS, NVFP4_COLUMNS, empty_scales, swizzled_shape
+from ...ops.quantisation import LARGEST, MX_COLUMNS, NVFP4_COLUMNS, empty_scales, scaling, swizzled_shape
 from ...steps import MIDDLE, SINKS, SOURCES, format_of
 from . import launcher, tuning
 from .gated import gated_norm
@@ -81,7 +81,8 @@ class Given(NamedTuple):
     "Of the scales, per row and per group."
     group: int
     largest: float
-    ue8m0: bool
+    scaling: int
+    "Of `quantisation.Scaling`."
     results: tuple[Tensor, ...]
     swizzled: bool = False
 
@@ -90,7 +91,7 @@ def quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any, 
     """Results for rows of this shape, from the op's options behind those of the norm."""
     if mode == NO_QUANT:
         out = _empty(x, x.dtype)
-        return Given(out, out, out, (0, 0), 0, 0.0, False, (out,))
+        return Given(out, out, out, (0, 0), 0, 0.0, 0, (out,))
     if mode in (MXFP8, MXFP4):
         width = shape[-1]
         out = (
@@ -99,7 +100,7 @@ def quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any, 
             else torch.empty((*shape[:-1], width // 2), dtype=torch.uint8, device=x.device)
         )
         scales = torch.empty((*shape[:-1], width // MX_COLUMNS), dtype=torch.uint8, device=x.device)
-        return Given(out, scales, out, (0, 0), MX_COLUMNS, 0.0, False, (out, scales))
+        return Given(out, scales, out, (0, 0), MX_COLUMNS, 0.0, 0, (out, scales))
     if mode == NVFP4:
         factor, swizzled = options
         out = torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=x.device)
@@ -109,21 +110,21 @@ def quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any, 
             make, laid_out = torch.zeros, swizzled_shape(shape, shape[-1])
         scales = make(laid_out, dtype=torch.uint8, device=x.device)
         results = (out, scales.view(torch.float8_e4m3fn))
-        return Given(out, scales, factor, (0, 0), NVFP4_COLUMNS, 0.0, False, results, swizzled)
+        return Given(out, scales, factor, (0, 0), NVFP4_COLUMNS, 0.0, 0, results, swizzled)
     if mode == STATIC:
         scale, dtype = options
         out = _empty(x, dtype) if shape == x.shape else torch.empty(shape, dtype=dtype, device=x.device)
-        return Given(out, out, scale, (0, 0), 0, LARGEST[dtype], False, (out,))
+        return Given(out, out, scale, (0, 0), 0, LARGEST[dtype], 0, (out,))
     dtype = options[0]
     out = _empty(x, dtype) if shape == x.shape else torch.empty(shape, dtype=dtype, device=x.device)
     if mode == PER_TOKEN:
         scales = torch.empty((*shape[:-1], 1), dtype=torch.float32, device=x.device)
-        return Given(out, scales, out, (1, 0), 0, LARGEST[dtype], options[1], (out, scales))
+        return Given(out, scales, out, (1, 0), 0, LARGEST[dtype], scaling(options[1], groups=False), (out, scales))
     group, column_major, tma_aligned, ue8m0 = options[1:]
     scales = empty_scales(out, group, column_major, tma_aligned)
     # Strides in a scale tensor of (rows, groups): leading dimensions keep their order, so they count as one.
     strides = (1, scales.stride(-1)) if column_major else (scales.shape[-1], 1)
-    return Given(out, scales, out, strides, group, LARGEST[dtype], ue8m0, (out, scales))
+    return Given(out, scales, out, strides, group, LARGEST[dtype], scaling(ue8m0), (out, scales))
 
 
 # ---- one norm per row ------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def launch_row(
     step, device = tuning.regime(rows), x.get_device()
     key = (
         name, device, step, x.dtype, weight.dtype, given.out.dtype, width, padded, epsilon, offset, x_unit, residual_unit,
-        given.group, given.ue8m0, given.swizzled, special,
+        given.group, given.scaling, given.swizzled, special,
     )  # fmt: skip
     written = given.out.data_ptr(), given.scales.data_ptr(), normed.data_ptr(), residual_out.data_ptr()
     if launcher.again(key, device, (*reads, *written), numbers):
@@ -197,7 +198,7 @@ def launch_row(
     plan = tuning.launch_row(step, shape, launcher.wave(x.device))
     zeros = tuning.power_of_two(padded - width) if padded > width else 0
     constants = (
-        width, epsilon, offset, x_unit, residual_unit, adds, mode, given.group, given.largest, given.ue8m0,
+        width, epsilon, offset, x_unit, residual_unit, adds, mode, given.group, given.largest, given.scaling,
         given.swizzled, kept, padded, zeros, plan.chunk, plan.tail, plan.rows, plan.hold,
     )  # fmt: skip
     launcher.first(row_norm, key, every, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)
@@ -254,7 +255,7 @@ def _launch_dual(
     step, device = tuning.regime(rows), q.get_device()
     key = (
         name, device, step, q.dtype, q_weight.dtype, kv_weight.dtype, given.out.dtype, q_width, kv_width, floats,
-        given.group, given.ue8m0, q_unit, kv_unit, special,
+        given.group, given.scaling, q_unit, kv_unit, special,
     )  # fmt: skip
     written = given.out.data_ptr(), given.scales.data_ptr(), normed.data_ptr(), kv_out.data_ptr()
     if launcher.again(key, device, (*reads, *written), numbers):
@@ -264,7 +265,7 @@ def _launch_dual(
     dual = tuning.Dual(q_width, kv_width, item, mode != NO_QUANT, given.group, aligned)
     plan = tuning.launch_dual(step, dual, launcher.wave(q.device))
     constants = (
-        q_width, kv_width, *floats, q_unit, kv_unit, mode, given.group, given.largest, given.ue8m0, kept,
+        q_width, kv_width, *floats, q_unit, kv_unit, mode, given.group, given.largest, given.scaling, kept,
         plan.chunk, plan.tail, plan.kv_chunk, plan.rows, plan.split, plan.hold,
     )  # fmt: skip
     sides = 2 if plan.split else 1
@@ -314,7 +315,7 @@ def _gated(form: Form) -> Callable[..., Any]:
         step, device = tuning.regime(tokens * heads), x.get_device()
         key = (
             name, device, step, x.dtype, weight.dtype, given.out.dtype, heads, width, epsilon, offset, activation,
-            norm_before_gate, x_unit, gate_unit, given.group, given.ue8m0, special,
+            norm_before_gate, x_unit, gate_unit, given.group, given.scaling, special,
         )  # fmt: skip
         if launcher.again(
             key, device, (*reads, kept.data_ptr(), given.out.data_ptr(), given.scales.data_ptr()), numbers
@@ -323,7 +324,7 @@ def _gated(form: Form) -> Callable[..., Any]:
         plan = tuning.launch_gated(step, heads if mode == PER_TOKEN else 0, width, given.group, launcher.wave(x.device))
         constants = (
             heads, width, epsilon, offset, x_unit, gate_unit, activation == "sigmoid", norm_before_gate, mode,
-            given.group, given.largest, given.ue8m0, plan.chunk, plan.rows, keeps,
+            given.group, given.largest, given.scaling, plan.chunk, plan.rows, keeps,
         )  # fmt: skip
         each = 1 if mode == PER_TOKEN else plan.rows
         launcher.first(gated_norm, key, every, numbers, constants, rows=each, sides=1, warps=plan.warps)
@@ -358,7 +359,7 @@ def _product(form: Form) -> Callable[..., Any]:
         every = (gate, up, given.scale_in, kept, given.out, given.scales)
         special = launcher.special(high, reads, every) if bits & 15 or high >> 31 or launcher.HIP else None
         key = (
-            name, device, step, gate.dtype, given.out.dtype, width, limit, gate_unit, up_unit, given.group, given.ue8m0,
+            name, device, step, gate.dtype, given.out.dtype, width, limit, gate_unit, up_unit, given.group, given.scaling,
             special,
         )  # fmt: skip
         if launcher.again(
@@ -367,7 +368,7 @@ def _product(form: Form) -> Callable[..., Any]:
             return results
         plan = tuning.launch_product(step, width, mode == PER_TOKEN, group, launcher.wave(gate.device))
         constants = (
-            width, limit if math.isfinite(limit) else 0.0, gate_unit, up_unit, mode, group, given.largest, given.ue8m0,
+            width, limit if math.isfinite(limit) else 0.0, gate_unit, up_unit, mode, group, given.largest, given.scaling,
             plan.chunk, plan.rows, keeps,
         )  # fmt: skip
         launcher.first(silu_mul, key, every, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)

@@ -19,7 +19,7 @@ def gated_norm(
     rows, x_token, x_head, gate_token, gate_head, scale_stride, group_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr,
     X_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr, SIGMOID: tl.constexpr, NORM_FIRST: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, SCALING: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Norm heads of WIDTH columns, with the activated gate as a factor behind the norm (NORM_FIRST) or before it.
@@ -68,19 +68,19 @@ def gated_norm(
         result = clamped(normed * (1.0 / tl.load(scale_in)), LARGEST)
     elif QUANT == PER_TOKEN:
         most = tl.max(tl.max(magnitude(normed), axis=1), axis=0).to(tl.float32, bitcast=True)
-        own = quant_scale(most, LARGEST, UE8M0)
+        own, inverse = quant_scale(most, LARGEST, SCALING)
         tl.store(scales + token * scale_stride, own)
-        result = normed * (1.0 / own)
+        result = normed * inverse
     elif GROUP == BLOCK:
-        own = quant_scale(tl.max(magnitude(normed), axis=1).to(tl.float32, bitcast=True), LARGEST, UE8M0)
+        own, inverse = quant_scale(tl.max(magnitude(normed), axis=1).to(tl.float32, bitcast=True), LARGEST, SCALING)
         tl.store(scales + token * scale_stride + head * group_stride.to(tl.int64), own)
-        result = normed * (1.0 / own)[:, None]
+        result = normed * inverse[:, None]
     else:
         # Groups of all heads in one dimension: a third one has made Triton 3.6 store wrong scales.
         each: tl.constexpr = BLOCK // GROUP
         result = tl.reshape(normed, (ROWS * each, GROUP))
-        own = quant_scale(tl.max(magnitude(result), axis=1).to(tl.float32, bitcast=True), LARGEST, UE8M0)
-        result *= (1.0 / own)[:, None]
+        own, inverse = quant_scale(tl.max(magnitude(result), axis=1).to(tl.float32, bitcast=True), LARGEST, SCALING)
+        result *= inverse[:, None]
         counted = tl.arange(0, ROWS * each)
         number = tl.minimum(tl.program_id(0) * ROWS + counted // each, rows - 1).to(tl.int64)
         group = counted % each

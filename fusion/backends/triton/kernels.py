@@ -34,7 +34,7 @@ def dual_norm(
     rows, q_units, kv_units, scale_stride, group_stride,
     Q_WIDTH: tl.constexpr, KV_WIDTH: tl.constexpr, Q_EPSILON: tl.constexpr, KV_EPSILON: tl.constexpr,
     Q_OFFSET: tl.constexpr, KV_OFFSET: tl.constexpr, Q_UNIT: tl.constexpr, KV_UNIT: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, KEEP: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, SCALING: tl.constexpr, KEEP: tl.constexpr,
     Q_CHUNK: tl.constexpr, Q_TAIL: tl.constexpr, KV_CHUNK: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
     HOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def dual_norm(
             q_values = read_rows(q, row, q_units, Q_UNIT, Q_WIDTH, Q_CHUNK, Q_TAIL, GROUP, READ)
             finish(
                 q_values, q_weights, q_out, q_normed, scale_in, scales, row, scale_stride, group_stride,
-                Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, KEEP, Q_WIDTH, ROWS, FIRST,
+                Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, SCALING, KEEP, Q_WIDTH, ROWS, FIRST,
                 q.dtype.element_ty,
             )  # fmt: skip
         else:
@@ -72,7 +72,7 @@ def dual_norm(
         kv_values = read_rows(kv, row, kv_units, KV_UNIT, KV_WIDTH, KV_CHUNK, 0, 0, READ)
         finish(
             q_values, q_weights, q_out, q_normed, scale_in, scales, row, scale_stride, group_stride,
-            Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, KEEP, Q_WIDTH, ROWS, FIRST,
+            Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, SCALING, KEEP, Q_WIDTH, ROWS, FIRST,
             q.dtype.element_ty,
         )  # fmt: skip
         finish(
@@ -87,7 +87,7 @@ def row_norm(
     x, residual, weight, scale_in, out, scales, normed, residual_out,
     rows, x_units, residual_units, scale_stride, group_stride,
     WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr, X_UNIT: tl.constexpr, RESIDUAL_UNIT: tl.constexpr,
-    ADD: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
+    ADD: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, SCALING: tl.constexpr,
     SWIZZLED: tl.constexpr, KEEP: tl.constexpr, PADDED: tl.constexpr, ZEROS: tl.constexpr,
     CHUNK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -111,6 +111,6 @@ def row_norm(
         write_rows(values, residual_out, row, WIDTH, WIDTH, CHUNK, TAIL, GROUP, USUAL)
     finish(
         values, weights, out, normed, scale_in, scales, row, scale_stride, group_stride,
-        WIDTH, EPSILON, OFFSET, CHUNK, TAIL, QUANT, GROUP, LARGEST, UE8M0, KEEP, PADDED, ROWS, USUAL,
+        WIDTH, EPSILON, OFFSET, CHUNK, TAIL, QUANT, GROUP, LARGEST, SCALING, KEEP, PADDED, ROWS, USUAL,
         x.dtype.element_ty, SWIZZLED,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from triton.language.extra import cuda as tl_cuda
 from .rows import (
     FIRST,
     LAST,
+    OF_SCALE,
     USUAL,
     all_rounded,
     clamped,
@@ -46,10 +47,10 @@ def _write_entry(
         value = result[0]
         group: tl.constexpr = 128
         most = tl.max(magnitude(value), axis=2).to(tl.float32, bitcast=True)
-        own = quant_scale(most, 448.0, False)
+        own, inverse = quant_scale(most, 448.0, OF_SCALE)
         groups = tl.arange(0, KV_CHUNK // group)[None, :]
         tl.store(cache_scales + (at + KV_WIDTH) // 4 + groups, own, mask=groups * group < KV_WIDTH)
-        write_chunk(cache + at, value * (1.0 / own)[:, :, None], 0, KV_WIDTH, KV_CHUNK, group, USUAL)
+        write_chunk(cache + at, value * inverse[:, :, None], 0, KV_WIDTH, KV_CHUNK, group, USUAL)
         start: tl.constexpr = KV_WIDTH + KV_WIDTH // group * 4
         write_pairs(cache_rope, (at + start + one) // 2, one == 0, first, second, ROPE_WIDTH, HALF, PAIRS)
     else:
@@ -123,7 +124,7 @@ def norm_rope_cache(
     Q_WIDTH: tl.constexpr, KV_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr,
     Q_EPSILON: tl.constexpr, KV_EPSILON: tl.constexpr, Q_OFFSET: tl.constexpr, KV_OFFSET: tl.constexpr,
     Q_UNIT: tl.constexpr, KV_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr, ENTRY_UNIT: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, SCALING: tl.constexpr,
     PAIRS: tl.constexpr, FORM: tl.constexpr, CACHE_LARGEST: tl.constexpr, HALF: tl.constexpr,
     Q_CHUNK: tl.constexpr, Q_TAIL: tl.constexpr, KV_CHUNK: tl.constexpr, SPLIT: tl.constexpr, HOLD: tl.constexpr,
     EARLY: tl.constexpr,
@@ -143,7 +144,7 @@ def norm_rope_cache(
             values = read_rows(q, row, q_units, Q_UNIT, Q_WIDTH, Q_CHUNK, Q_TAIL, GROUP, READ)
             finish(
                 values, weights, q_out, q_out, scale_in, scales, row, scale_stride, group_stride,
-                Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, False, Q_WIDTH, 1, FIRST,
+                Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, SCALING, False, Q_WIDTH, 1, FIRST,
                 q.dtype.element_ty,
             )  # fmt: skip
         else:
@@ -169,7 +170,7 @@ def norm_rope_cache(
         values = read_rows(q, row, q_units, Q_UNIT, Q_WIDTH, Q_CHUNK, Q_TAIL, GROUP, READ)
         finish(
             values, weights, q_out, q_out, scale_in, scales, row, scale_stride, group_stride,
-            Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, False, Q_WIDTH, 1, FIRST,
+            Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, SCALING, False, Q_WIDTH, 1, FIRST,
             q.dtype.element_ty,
         )  # fmt: skip
         _finish_entry(

@@ -106,7 +106,7 @@ def _launch(
     key = (
         name, device, step, q.dtype, q_weight.dtype, kv_weight.dtype, cos.dtype, sin.dtype, positions.dtype, slots.dtype,
         given.out.dtype, cache.dtype, q_width, kv_width, rope_width, q_epsilon, kv_epsilon, q_offset, kv_offset, pairs,
-        given.group, given.ue8m0, q_unit, kv_unit, rope_unit, entry_unit, special,
+        given.group, given.scaling, q_unit, kv_unit, rope_unit, entry_unit, special,
     )  # fmt: skip
     launch = launcher.Launch(key, device, numbers)
     if launcher.again(key, device, addresses, numbers):
@@ -117,7 +117,7 @@ def _launch(
     plan = tuning.launch_latents(step, dual, layout.form, launcher.wave(q.device))
     constants = (
         q_width, kv_width, rope_width, q_epsilon, kv_epsilon, q_offset, kv_offset,
-        q_unit, kv_unit, rope_unit, entry_unit, mode, given.group, given.largest, given.ue8m0,
+        q_unit, kv_unit, rope_unit, entry_unit, mode, given.group, given.largest, given.scaling,
         PAIRS.index(pairs), FORMS[layout.form], LARGEST.get(cache.dtype, 0.0), tuning.power_of_two(rope_width // 2),
         plan.chunk, plan.tail, plan.kv_chunk, plan.split, plan.hold,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...declare import BlockScales, Op
 from ...ops import linear
-from ...ops.quantisation import LARGEST
+from ...ops.quantisation import LARGEST, scaling
 from ..backend import imported
 from . import launcher, refuses_fp8
 from .linear_kernel import few_token_linear, few_token_plain
@@ -189,7 +189,7 @@ def counters(device: torch.device) -> Tensor:
 def _launch(name: str, x: Tensor, given: dict[str, Any], out: Tensor) -> None:
     """With scales of blocks. given: the op's other arguments."""
     weight, weight_scale, steady = given["weight"], given["weight_scale"], given["steady"]
-    scale, use_ue8m0 = given.get("x_scale"), given.get("use_ue8m0", False)
+    scale, how = given.get("x_scale"), scaling(given.get("use_ue8m0", False))
     (tokens, depth), columns = x.shape, len(weight)
     if scale is not None and scale.dim() != 2:  # a view has no layout of scales by columns of several dimensions
         scale = scale.reshape(tokens, -1)
@@ -204,13 +204,13 @@ def _launch(name: str, x: Tensor, given: dict[str, Any], out: Tensor) -> None:
     addresses = tuple(tensor.data_ptr() for tensor in every)
     device = out.get_device()
     key = (
-        name, device, x.dtype, weight.dtype, out.dtype, columns, depth, most, x_unit, weight_unit, use_ue8m0, steady,
+        name, device, x.dtype, weight.dtype, out.dtype, columns, depth, most, x_unit, weight_unit, how, steady,
         launcher.special(max(numbers), addresses, every),
     )  # fmt: skip
     if launcher.again(key, device, addresses, numbers):
         return
     constants = (
-        columns, depth, linear.BLOCK, x_unit, weight_unit, LARGEST[weight.dtype], use_ue8m0, most, shape.tile, shape.groups, shape.split,
+        columns, depth, linear.BLOCK, x_unit, weight_unit, LARGEST[weight.dtype], how, most, shape.tile, shape.groups, shape.split,
         scale is not None, launcher.interpreted(out.device), steady,
     )  # fmt: skip
     launcher.first(

@@ -20,7 +20,7 @@ def few_token_linear(
     x, x_scale, weight, weight_scale, parts, arrived, out,
     tokens, x_row, scale_row, scale_group, weight_row,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, X_UNIT: tl.constexpr, WEIGHT_UNIT: tl.constexpr,
-    LARGEST: tl.constexpr, UE8M0: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
+    LARGEST: tl.constexpr, SCALING: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
     SPLIT: tl.constexpr, GIVEN: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """TILE columns of the product of all tokens, no more than TOKENS, over GROUPS groups of BLOCK columns, per program.
@@ -74,8 +74,8 @@ def few_token_linear(
             right, scale = rights[i], right_scales[i]
         else:
             wide = rights[i].to(tl.float32)
-            scale = quant_scale(tl.max(magnitude(wide), 1).to(tl.float32, bitcast=True), LARGEST, UE8M0)
-            right = (wide * (1.0 / scale)[:, None]).to(weight.dtype.element_ty)
+            scale, inverse = quant_scale(tl.max(magnitude(wide), 1).to(tl.float32, bitcast=True), LARGEST, SCALING)
+            right = (wide * inverse[:, None]).to(weight.dtype.element_ty)
         if WIDE:
             product = tl.dot(lefts[i].to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee")
         else:

@@ -28,7 +28,7 @@ def silu_mul(
     gate, up, scale_in, kept, out, scales,
     rows, gate_units, up_units, scale_stride, group_stride,
     WIDTH: tl.constexpr, LIMIT: tl.constexpr, GATE_UNIT: tl.constexpr, UP_UNIT: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, SCALING: tl.constexpr,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The product of rows of WIDTH columns. One scale per token: CHUNK columns at a time, all of a row in a program.
@@ -56,11 +56,11 @@ def silu_mul(
                 tl.store(kept + row * WIDTH + column, product.to(kept.dtype.element_ty), mask=column < WIDTH)
             bits = tl.maximum(bits, magnitude(product))
             products = products + (product,)
-        own = quant_scale(tl.max(bits).to(tl.float32, bitcast=True), LARGEST, UE8M0)
+        own, inverse = quant_scale(tl.max(bits).to(tl.float32, bitcast=True), LARGEST, SCALING)
         tl.store(scales + row * scale_stride, own)
         for i in tl.static_range(0, len(products)):
             column = i * CHUNK + tl.arange(0, CHUNK)
-            value = products[i] * (1.0 / own)
+            value = products[i] * inverse
             tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=column < WIDTH)
     else:
         # Groups of all rows, counted through: rows of any width leave no program half empty.
@@ -75,9 +75,9 @@ def silu_mul(
         if KEPT:
             tl.store(kept + (row * WIDTH)[:, None] + column, value.to(kept.dtype.element_ty), mask=mask)
         if QUANT == PER_GROUP:
-            own = quant_scale(tl.max(magnitude(value), axis=1).to(tl.float32, bitcast=True), LARGEST, UE8M0)
+            own, inverse = quant_scale(tl.max(magnitude(value), axis=1).to(tl.float32, bitcast=True), LARGEST, SCALING)
             tl.store(scales + row * scale_stride + group.to(tl.int64) * group_stride, own)
-            value *= (1.0 / own)[:, None]
+            value *= inverse[:, None]
         elif QUANT == STATIC:
             value = clamped(value * (1.0 / tl.load(scale_in)), LARGEST)
         tl.store(out + (row * WIDTH)[:, None] + column, value.to(out.dtype.element_ty), mask=mask)

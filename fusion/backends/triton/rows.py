@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ...formats import FORMATS
+from ...ops.quantisation import Scaling
 
 NO_QUANT = tl.constexpr(0)
 PER_TOKEN = tl.constexpr(FORMATS["token"].mode)
@@ -21,6 +22,10 @@ STATIC = tl.constexpr(FORMATS["static"].mode)
 MXFP8 = tl.constexpr(FORMATS["mxfp8"].mode)
 MXFP4 = tl.constexpr(FORMATS["mxfp4"].mode)
 NVFP4 = tl.constexpr(FORMATS["nvfp4"].mode)
+
+OF_SCALE = tl.constexpr(Scaling.OF_SCALE.value)
+POWER_OF_TWO = tl.constexpr(Scaling.POWER_OF_TWO.value)
+OF_AMAX = tl.constexpr(Scaling.OF_AMAX.value)
 
 # How rows are read and written: as usual, or as what leaves the cache first or last.
 USUAL = tl.constexpr("")
@@ -212,18 +217,19 @@ def magnitude(x):
 
 
 @triton.jit
-def quant_scale(most, LARGEST: tl.constexpr, UE8M0: tl.constexpr):
-    """The scale of a largest magnitude."""
+def quant_scale(most, LARGEST: tl.constexpr, SCALING: tl.constexpr):
+    """The scale of a largest magnitude, and what values are multiplied by (`quantisation.Scaling`)."""
     bits = tl.maximum(magnitude(most), 0x2EDBE6FF)  # 1e-10
     amax = bits.to(tl.float32, bitcast=True)
-    if UE8M0:
+    if SCALING == POWER_OF_TWO:
         # 448 is 1.75 * 2^8 and 240 is 1.875 * 2^7, so amax / LARGEST rounds up to a power of two by integers, exactly.
         carry: tl.constexpr = 0x1FFFFF if LARGEST == 448.0 else 0x0FFFFF
         exponent: tl.constexpr = (8 if LARGEST == 448.0 else 7) << 23
         up = ((bits + carry) & 0x7F800000) - exponent
-        return tl.where(bits < 0x7F800000, up.to(tl.float32, bitcast=True), amax)
+        own = tl.where(bits < 0x7F800000, up.to(tl.float32, bitcast=True), amax)
     else:
-        return amax * (1.0 / LARGEST)
+        own = amax * (1.0 / LARGEST)
+    return own, LARGEST / amax if SCALING == OF_AMAX else 1.0 / own
 
 
 @triton.jit
@@ -237,7 +243,7 @@ def clamped(x, LARGEST: tl.constexpr):
 def finish(
     values, weights, out, normed, scale_in, scales, row, scale_stride, group_stride,
     WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, KEEP: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, SCALING: tl.constexpr, KEEP: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr, TYPE: tl.constexpr,
     SWIZZLED: tl.constexpr = False,
 ):  # fmt: skip
@@ -251,7 +257,7 @@ def finish(
         _quantise_rows(
             values, weighted_by(values, weights, OFFSET), out + _beside(row * WIDTH, GROUP),
             normed + _beside(row * WIDTH, GROUP), scales + row * scale_stride,
-            WIDTH, EPSILON, CHUNK, LARGEST, UE8M0, KEEP, ROWS, HINT, TYPE,
+            WIDTH, EPSILON, CHUNK, LARGEST, SCALING, KEEP, ROWS, HINT, TYPE,
         )  # fmt: skip
     else:
         scale = rms_scale(values, WIDTH, EPSILON, TAIL, ROWS)
@@ -265,7 +271,7 @@ def finish(
             for i in tl.static_range(0, len(result)):
                 _quantise_chunk(
                     result[i], out, scale_in, scales, row, scale_stride, group_stride, i * CHUNK, WIDTH,
-                    TAIL if TAIL > 0 and i == len(result) - 1 else CHUNK, QUANT, GROUP, LARGEST, UE8M0, HINT, SWIZZLED,
+                    TAIL if TAIL > 0 and i == len(result) - 1 else CHUNK, QUANT, GROUP, LARGEST, SCALING, HINT, SWIZZLED,
                 )  # fmt: skip
 
 
@@ -273,7 +279,7 @@ def finish(
 def _quantise_chunk(
     result, out, scale_in, scales, row, scale_stride, group_stride,
     START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, HINT: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, SCALING: tl.constexpr, HINT: tl.constexpr,
     SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     if QUANT == STATIC:
@@ -282,7 +288,7 @@ def _quantise_chunk(
     elif QUANT == PER_GROUP:
         _quantise_groups(
             result, out + _beside(row * WIDTH, GROUP), scales + _beside(row * scale_stride, 0), group_stride,
-            START, WIDTH, SIZE, GROUP, LARGEST, UE8M0, HINT,
+            START, WIDTH, SIZE, GROUP, LARGEST, SCALING, HINT,
         )  # fmt: skip
     elif QUANT == NVFP4:
         _quantise_nvfp4(result, out, tl.load(scale_in), scales, _beside(row, GROUP), START, WIDTH, SIZE, SWIZZLED)
@@ -298,7 +304,7 @@ def _sum_and_most(sum_a, most_a, sum_b, most_b):
 @triton.jit
 def _quantise_rows(
     values, products, out, normed, scales, WIDTH: tl.constexpr, EPSILON: tl.constexpr, CHUNK: tl.constexpr,
-    LARGEST: tl.constexpr, UE8M0: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr,
+    LARGEST: tl.constexpr, SCALING: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr,
     TYPE: tl.constexpr,
 ):  # fmt: skip
     """Rows in fp8 with a scale each. The mean square and the largest magnitude come from one reduction: fewer barriers.
@@ -310,29 +316,29 @@ def _quantise_rows(
         bits = tl.maximum(bits, magnitude(products[i]))
     total, most = tl.reduce((_squares(values, len(values)), bits), 1, _sum_and_most)
     scale = tl.rsqrt(total * (1.0 / WIDTH) + EPSILON)
-    own = quant_scale(rounded(most.to(tl.float32, bitcast=True) * scale, TYPE), LARGEST, UE8M0)
+    own, inverse = quant_scale(rounded(most.to(tl.float32, bitcast=True) * scale, TYPE), LARGEST, SCALING)
     tl.store(scales + tl.zeros((ROWS,), tl.int32), own)
     for i in tl.static_range(0, len(products)):
         result = rounded(products[i] * scale[:, None], TYPE)
         if KEEP:
             write_chunk(normed, result, i * CHUNK, WIDTH, CHUNK, 0, USUAL)
-        write_chunk(out, result * (1.0 / own)[:, None], i * CHUNK, WIDTH, CHUNK, 0, HINT)
+        write_chunk(out, result * inverse[:, None], i * CHUNK, WIDTH, CHUNK, 0, HINT)
 
 
 @triton.jit
 def _quantise_groups(
     result, out, scales, group_stride, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-    GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, HINT: tl.constexpr,
+    GROUP: tl.constexpr, LARGEST: tl.constexpr, SCALING: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """One chunk in fp8, and the scales of its groups.
 
     For programs of one row: with several, Triton 3.6 was seen to store wrong scales (768 columns, two rows, two warps).
     """
     most = tl.max(magnitude(result), axis=2).to(tl.float32, bitcast=True)
-    own = quant_scale(most, LARGEST, UE8M0)
+    own, inverse = quant_scale(most, LARGEST, SCALING)
     groups = START // GROUP + tl.arange(0, SIZE // GROUP)[None, :]
     tl.store(scales + groups.to(tl.int64) * group_stride, own, mask=groups * GROUP < WIDTH)
-    write_chunk(out, result * (1.0 / own)[:, :, None], START, WIDTH, SIZE, GROUP, HINT)
+    write_chunk(out, result * inverse[:, :, None], START, WIDTH, SIZE, GROUP, HINT)
 
 
 @triton.jit
