@@ -143,7 +143,7 @@ def _row(form: Form) -> Callable[..., Any]:
             given = quantised(mode, x, x.shape, args[first + 3 :])
         else:
             out = torch.empty((*x.shape[:-1], padded), dtype=x.dtype, device=x.device)
-            given = Given(out, out, out, (0, 0), 0, 0.0, False, (out,))
+            given = Given(out, out, out, (0, 0), 0, 0.0, 0, (out,))
         results = given.results
         normed = given.out
         if kept:

@@ -56,7 +56,7 @@ repeatable[_into] = lambda: launcher.repeated(_launch_into, _tensors_into)
 def _launch_into(*args: Any) -> launcher.Launch | None:
     q, kv, k_rope, q_out = *args[:3], args[-1]
     out = q_out if q_out.is_contiguous() else torch.empty_like(q_out, memory_format=torch.contiguous_format)
-    given = Given(out, out, out, (0, 0), 0, 0.0, False, (out,))
+    given = Given(out, out, out, (0, 0), 0, 0.0, 0, (out,))
     launch = _launch("mla_norm_rope_cache_into", NO_QUANT, (as_rows(q), as_rows(kv), as_rows(k_rope)), args, given)
     if out is not q_out:
         q_out.copy_(out)
