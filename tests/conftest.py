@@ -81,6 +81,10 @@ def _prepare(seed: int) -> None:
     # Not imported for this: most tests of the lower floors need neither.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
+    if "torch._inductor.config" in sys.modules:
+        # Code without vectors takes a C++ compiler half as long. `layerfuse verify` does the same, so that both share its compiled headers.
+        cpp = sys.modules["torch._inductor.config"].cpp
+        cpp.simdlen, cpp.vec_isa_ok = 1, True
     if "torch._dynamo.guards" in sys.modules:
         # Each graph's guards are timed, for a debug line, behind a flush of all of the processor's caches: 20 ms.
         sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0

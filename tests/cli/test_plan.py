@@ -7,6 +7,7 @@ import pytest
 from helpers import ROOT
 
 from layerfuse import registry
+from layerfuse.cli import planning
 from layerfuse.engines.transformers_facts import KEPT
 from layerfuse.fusion.sites import ROLES
 from layerfuse.registry.toml import written
@@ -90,12 +91,18 @@ def test_no_torch_and_no_engine_is_imported(run_python):
 
 
 @pytest.mark.parametrize(
-    ("files", "asked"),
-    [
-        (["null", "nvme0"], []),
-        *((["null", name], ["torch"]) for name in ("nvidia0", "nvgpu", "nvmap", "nvhost-gpu", "kfd", "dxg")),
-    ],
+    ("name", "may"),
+    [("nvme0", False), *((name, True) for name in ("nvidia0", "nvgpu", "nvmap", "nvhost-gpu", "kfd", "dxg"))],
 )
+def test_where_there_may_be_a_gpu_its_driver_has_a_file(monkeypatch, name, may):
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("os.listdir", lambda _: ["null", name])
+    assert planning._may_have_gpu() is may
+    monkeypatch.setattr("sys.platform", "win32")
+    assert planning._may_have_gpu()
+
+
+@pytest.mark.parametrize(("files", "asked"), [(["null", "nvme0"], []), (["null", "nvidia0"], ["torch"])])
 def test_torch_is_asked_for_the_gpu_where_there_may_be_one(run_python, files, asked):
     before = f"import os; sys.platform, os.listdir = 'linux', lambda _: {files!r}"
     got = imported(run_python, "kimi-k2.5", "--engine", "vllm", before=before)

@@ -47,7 +47,7 @@ from vllm.model_executor.layers.attention import mla_attention
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from vllm_layers import RELEASE
 from vllm_paged import GUARD, paged, written
-from vllm_started import TWO_LAYERS, engine_config, load, loaded_from_cache
+from vllm_started import ONE_LAYER, TWO_LAYERS, engine_config, load, loaded_from_cache
 
 from layerfuse.engines.native import native_methods
 from layerfuse.engines.vllm import (
@@ -246,7 +246,7 @@ def test_beyond_graphs_every_op_is_vllms_and_its_attention_one_op_instead_of_two
     monkeypatch.setattr(mla_attention._DecodeConcatQuantFP8, "enabled", classmethod(lambda _: False))
     given: dict[str, Any] = {"overrides": TWO_LAYERS["deepseek-v3"]}
     if fp8_linears:
-        given = {"dtype": "bfloat16", "overrides": DENSE_FP8}
+        given = {"dtype": "bfloat16", "overrides": {**DENSE_FP8, "num_hidden_layers": 1}}
     found = []
     for on in (False, ON):
         with (
@@ -342,7 +342,7 @@ def test_in_graphs_of_pieces_each_step_launches_the_same_and_decodes_as_vllm_doe
 @pytest.mark.skipif(RELEASE != NEWEST, reason="its cache write is not one call")
 def test_a_step_beyond_graphs_calls_no_more_functions_than_vllms(tmp_path: Path) -> None:
     """The host's time of a prompt is that of Python: nothing in front of an attention may cost more of it."""
-    found, short = [], {"captured": 4, "overrides": TWO_LAYERS["deepseek-v3"]}
+    found, short = [], {"captured": 4, "overrides": ONE_LAYER}
     for fusions in (None, "mla_decode,add_rms_norm"):
         on = fusions and {"fusions": fusions, "strict": True}
         with paged("deepseek-v3", tmp_path / str(fusions), layerfuse=on or False, **short) as engine:

@@ -67,7 +67,8 @@ def ran(path: Path, layerfuse: Any, mode: str, adapter: bool = True) -> tuple[li
 def test_a_product_whose_reader_may_have_an_adapter_is_not_expected_to_be_quantised_in_a_graph(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = {"overrides": {**GROUP_FP8, **DENSE}, "dtype": "bfloat16"}
+    one = {"num_hidden_layers": 1, "first_k_dense_replace": 1}  # an adapter's arithmetic is most of what is compiled
+    given = {"overrides": {**GROUP_FP8, **one}, "dtype": "bfloat16"}
     config = engine_config("deepseek-v3", layerfuse={"fusions": "all", "strict": True}, **given)
     config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=torch.bfloat16)
     with fp8(ROWS), in_engine(config, tmp_path):
@@ -77,8 +78,8 @@ def test_a_product_whose_reader_may_have_an_adapter_is_not_expected_to_be_quanti
         manager.set_adapter_mapping(LoRAMapping((1,) * 6, (1,), is_prefill=True))
         engine()
     lines = said(caplog)
-    assert any(line.startswith("add_rms_norm_group_quant: 3 expected, 3 fused, 0 missed") for line in lines)
-    assert "silu_mul_group_quant: cannot stand at 2 sites: LoRA may read the product too, unquantised" in lines
+    assert any(line.startswith("add_rms_norm_group_quant: 1 expected, 1 fused, 0 missed") for line in lines)
+    assert "silu_mul_group_quant: cannot stand at 1 sites: LoRA may read the product too, unquantised" in lines
 
 
 @pytest.mark.parametrize("mode", [pytest.param("VLLM_COMPILE", marks=pytest.mark.thorough), "NONE"])

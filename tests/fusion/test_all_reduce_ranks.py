@@ -51,7 +51,7 @@ def _every_form(rank: int) -> dict[str, list[bytes]]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_every_form_is_right_and_the_same_bits_on_all_ranks(size: int) -> None:
     first, *others = run_on_ranks(_every_form, size)
     assert len(first) == len(REDUCED) * len(CASES) * 3

@@ -157,7 +157,7 @@ def test_a_model_of_several_graphs(way: Callable[..., Any]) -> None:
 
 
 def test_its_options_are_those_of_compile_and_inductors() -> None:
-    model = qwen()
+    model = qwen(layers=1)
     with pytest.raises(BackendCompilerFailed, match="strict: expected True or False, got 3"):
         logits(compiled(model, strict=3))
     with pytest.raises(

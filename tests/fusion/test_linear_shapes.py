@@ -51,7 +51,7 @@ def drawn(seed: int) -> Drawn:
     return Drawn(op, columns, depth, tokens, chance.choice(APART), chance.choice(APART))
 
 
-SEEDS = [pytest.param(seed, marks=[] if seed < 8 or GPU else pytest.mark.thorough) for seed in range(96)]
+SEEDS = [pytest.param(seed, marks=[] if seed < 4 or GPU else pytest.mark.thorough) for seed in range(96)]
 
 
 @pytest.fixture(autouse=True)

@@ -34,12 +34,18 @@ def quantised(quantise: Any, layers: int) -> Any:
     return model
 
 
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# What tells forms apart is tests/fusion/test_quant_forms.py's.
+MORE = [
+    pytest.param(form, dtype, marks=pytest.mark.thorough)
+    for form in ("sglang, groups", "deepgemm, ue8m0")
+    for dtype in DTYPES
+]
+
+
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    in_turn(
-        ["vllm, per token", "vllm, groups", "sglang, groups", "deepgemm, ue8m0", "canonical, groups"],
-        [torch.bfloat16, torch.float16, torch.float32],
-    ),
+    [*in_turn(["vllm, per token", "vllm, groups", "canonical, groups"], DTYPES), *MORE],
     ids=str,
 )
 def test_deepseek_v3(form: str, dtype: torch.dtype) -> None:
