@@ -27,6 +27,8 @@ settings.load_profile(os.environ.get("LAYERFUSE_HYPOTHESIS", "layerfuse"))
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     # Read when Triton is first imported, which torch may do: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Read when Inductor is first imported, by processes of tests too: which vectors the CPU has is known without a C++ compiler.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Read when torch is first imported: for the tiny tensors of tests, threads cost more than they save.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -83,8 +85,7 @@ def _prepare(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed)
     if "torch._inductor.config" in sys.modules:
         # Code without vectors takes a C++ compiler half as long. `layerfuse verify` does the same, so that both share its compiled headers.
-        cpp = sys.modules["torch._inductor.config"].cpp
-        cpp.simdlen, cpp.vec_isa_ok = 1, True
+        sys.modules["torch._inductor.config"].cpp.simdlen = 1
     if "torch._dynamo.guards" in sys.modules:
         # Each graph's guards are timed, for a debug line, behind a flush of all of the processor's caches: 20 ms.
         sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0

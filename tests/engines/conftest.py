@@ -16,7 +16,6 @@ from layerfuse.engines import process
 # Read when Inductor is first imported. Each engine compiles into a folder of its own, where preparing for many kernels takes longer than the one
 # that is not left to torch.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 if importlib.util.find_spec("vllm"):
     # For `run_copy`: vLLM takes ten seconds to import.

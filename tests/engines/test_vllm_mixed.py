@@ -27,7 +27,7 @@ by a step of bfloat16, which is 0.03125 between 4 and 8; and an entry in fp8 on 
     [
         (120, "float32", "VLLM_COMPILE", "auto"),
         (120, "float32", "NONE", "fp8"),
-        (120, "bfloat16", "NONE", "auto"),
+        pytest.param(120, "bfloat16", "NONE", "auto", marks=pytest.mark.thorough),  # test_vllm_decode holds its numbers
         pytest.param(10_000, "float32", "NONE", "auto", marks=pytest.mark.thorough),
         pytest.param(10_000, "bfloat16", "VLLM_COMPILE", "auto", marks=pytest.mark.thorough),
     ],

@@ -177,6 +177,7 @@ def test_every_site_of_other_models_is_fused(
 
 
 GROUP_FP8 = {**TWO_LAYERS["deepseek-v3"], **BLOCK_FP8}
+ONE_FP8 = {**GROUP_FP8, **ONE_LAYER}
 PER_TOKEN_FP8 = {**GROUP_FP8, "quantization_config": PER_TOKEN}
 STATIC_FP8 = {
     **GROUP_FP8,
