@@ -33,8 +33,8 @@ from layerfuse.fusion.backends import counting
 
 ON = {"few_token_linears": True}
 KERNEL = "cutlass:CutlassFP8ScaledMMLinearKernel"
-LINEARS = 2 * 4
-"""qkv, o, gate and up, down of two layers."""
+LINEARS = 4
+"""qkv, o, gate and up, down of a layer."""
 FP8 = torch.float8_e4m3fn
 
 
@@ -77,7 +77,7 @@ def test_few_tokens_are_layerfuses_where_that_is_asked_for(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    overrides = {"quantization_config": quantisation}
+    overrides = {"quantization_config": quantisation, "num_hidden_layers": 1}
     with (
         fp8_kernel(KERNEL),
         quantised(),
@@ -98,7 +98,7 @@ def test_few_tokens_are_layerfuses_where_that_is_asked_for(
 
 
 def test_without_the_option_they_are_vllms(tmp_path: Path) -> None:
-    overrides = {"quantization_config": PER_TOKEN}
+    overrides = {"quantization_config": PER_TOKEN, "num_hidden_layers": 1}
     with (
         fp8_kernel(KERNEL),
         quantised_as_on_cuda(),

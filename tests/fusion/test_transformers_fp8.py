@@ -74,15 +74,14 @@ def fill(linear: Any, weight: torch.Tensor) -> None:
         linear.bias = nn.Parameter(torch.linspace(-1, 1, len(weight)).bfloat16(), requires_grad=False)
 
 
-def named(name: str) -> Any:
+def named(name: str, layers: Any = 2) -> Any:
     """A declared model, small."""
-    layers = {"deepseek-v3": [0, 3]}.get(name, 2)
     return small_model(registry.model(name), layers=layers, hidden_size=256, heads=2, dtype=torch.bfloat16)
 
 
-def llama() -> Any:
+def llama(layers: int = 2) -> Any:
     config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=256, intermediate_size=384, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=128, attention_bias=True,
     )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -112,12 +111,12 @@ def reasons(
 @pytest.mark.parametrize(
     ("made", "absorbed", "backend"),
     [
-        (lambda: named("qwen3-8b"), 0, "reference"),
+        (lambda: named("qwen3-8b", 1), 0, "reference"),
         pytest.param(
             llama, 0, "reference", marks=pytest.mark.thorough
         ),  # its graph is the next one's, its backend the last one's
-        (llama, 0, "triton"),
-        (lambda: named("deepseek-v3"), 2, "reference"),
+        (lambda: llama(1), 0, "triton"),
+        (lambda: named("deepseek-v3", [0, 3]), 2, "reference"),
     ],
     indirect=["backend"],
     ids=["Qwen3", "Llama", "Llama-triton", "DeepSeek-V3"],
