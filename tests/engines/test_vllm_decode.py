@@ -140,12 +140,25 @@ CLOSE = {
 """Cache and dtype -> how close the hidden states are, as the norm of the difference by theirs, and the entries."""
 
 
+def hold(stored: tuple[str, str], got: Any, own: Any, caches: Any, own_caches: Any) -> None:
+    """The hidden states and the caches of all steps to vLLM's own, as close as `CLOSE` says."""
+    states, entries = CLOSE[stored]
+    for step, (a, b) in enumerate(zip(got, own, strict=True)):
+        assert (a - b).norm() / b.norm() < states, step
+    for found, expected in zip(caches, own_caches, strict=True):
+        for name, held in found.items():
+            wanted = expected[name]
+            torch.testing.assert_close(values(held, *stored), values(wanted, *stored), **entries, equal_nan=True)
+            # What no token has is as it was: not one byte is written elsewhere.
+            guards, kept = ((each == GUARD).view(-1, held.shape[-1]).all(-1) for each in (held, wanted))
+            assert torch.equal(guards, kept)
+
+
 @pytest.mark.parametrize(("stored", "mode"), in_turn(CLOSE, ["VLLM_COMPILE", "NONE"]))
 def test_every_step_gives_vllms_numbers_and_its_cache(
     stored: tuple[str, str], mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache_dtype, dtype = stored
-    states, entries = CLOSE[stored]
     wanted_states, own_caches, none = own(*stored)
     assert none == [{VLLMS: 3}] * len(STEPS)
     caplog.clear()
@@ -153,16 +166,7 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
     lines = said(caplog)
     stands = UNCOMPILED if mode == "NONE" else LINE
     assert lines.index(stands) < lines.index(DECODED) < lines.index(ASIDE)
-    for step, (a, b) in enumerate(zip(got, wanted_states, strict=True)):
-        assert (a - b).norm() / b.norm() < states, step
-    for found, expected in zip(caches, own_caches, strict=True):
-        for name, held in found.items():
-            wanted = expected[name]
-            a, b = (values(each, cache_dtype, dtype) for each in (held, wanted))
-            torch.testing.assert_close(a, b, **entries, equal_nan=True)
-            # What no token has is as it was: not one byte is written elsewhere.
-            guards = (wanted == GUARD).view(-1, held.shape[-1]).all(-1)
-            assert torch.equal((held == GUARD).view(-1, held.shape[-1]).all(-1), guards)
+    hold(stored, got, wanted_states, caches, own_caches)
     for (requests, padded), counted in zip(STEPS, calls, strict=True):
         decodes = all(new == 1 for _, new in requests) and padded != SHORT
         # One launch for the latents in every step; where all tokens are decoded, nothing else writes to the cache.
@@ -175,17 +179,9 @@ def test_steps_of_more_tokens_than_are_captured_are_vllms_own(stored: tuple[str,
     """As if vLLM captured steps of up to four tokens: with more, nothing of layerfuse's is called, and numbers and cache are as ever."""
     cache_dtype, dtype = stored
     config = {"cache_dtype": cache_dtype, "dtype": dtype, "mode": "VLLM_COMPILE", "captured": 4}
-    states, entries = CLOSE[stored]
     wanted_states, own_caches, _ = own(*stored)
     got, caches, calls = ran("deepseek-v3", tmp_path, ON, **config)
-    for step, (a, b) in enumerate(zip(got, wanted_states, strict=True)):
-        assert (a - b).norm() / b.norm() < states, step
-    for found, expected in zip(caches, own_caches, strict=True):
-        for name, held in found.items():
-            a, b = (values(each, cache_dtype, dtype) for each in (held, expected[name]))
-            torch.testing.assert_close(a, b, **entries, equal_nan=True)
-            guarded, wanted = ((each == GUARD).view(-1, held.shape[-1]).all(-1) for each in (held, expected[name]))
-            assert torch.equal(guarded, wanted)
+    hold(stored, got, wanted_states, caches, own_caches)
     for (requests, padded), counted in zip(STEPS, calls, strict=True):
         tokens = sum(new for _, new in requests) + abs(padded)
         decodes = all(new == 1 for _, new in requests) and padded != SHORT
@@ -528,15 +524,9 @@ def test_tokens_that_were_drafted_are_decoded_with_the_one_before(
 ) -> None:
     """Speculative decoding: several tokens of a sequence, where vLLM's metadata calls them decoded."""
     config = {"cache_dtype": stored[0], "dtype": stored[1], "steps": DRAFTED, "drafted": 1}
-    states, entries = CLOSE[stored]
     own, own_caches, _ = ran("deepseek-v3", tmp_path / "own", False, mode="NONE", **config)
     got, caches, calls = ran("deepseek-v3", tmp_path / "ours", ON, mode=mode, **config)
-    for step, (a, b) in enumerate(zip(got, own, strict=True)):
-        assert (a - b).norm() / b.norm() < states, step
-    for found, expected in zip(caches, own_caches, strict=True):
-        for name, held in found.items():
-            a, b = (values(each, *stored) for each in (held, expected[name]))
-            torch.testing.assert_close(a, b, **entries, equal_nan=True)
+    hold(stored, got, own, caches, own_caches)
     for (requests, _), counted in zip(DRAFTED, calls, strict=True):
         query = "mla_query_absorb" if all(new <= 2 for _, new in requests) else "mla_query_rope"
         assert counted == {"mla_norm_rope_cache_into": 3, query: 3, VLLMS: 0 if query == "mla_query_absorb" else 3}
