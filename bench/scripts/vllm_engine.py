@@ -133,7 +133,8 @@ class Engine:
             start_new_session=True,
         )  # fmt: skip
         os.close(writing)
-        self.answers, self.rest = reading, b""
+        self.answers: int | None = reading
+        self.rest = b""
 
     def asked(self, way: Way, fusions: tuple[str, ...] | None, options: dict[str, Any]) -> dict[str, Any]:
         """What its process is to be told, beside what all are; `fusions` is None without layerfuse."""
@@ -196,7 +197,9 @@ class Engine:
         with contextlib.suppress(ProcessLookupError):  # none of its session is left
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        os.close(self.answers)
+        if self.answers is not None:
+            os.close(self.answers)
+        self.answers = None
 
 
 def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: argparse.Namespace) -> dict[str, Any]:

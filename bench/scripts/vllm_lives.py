@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_arm import Arm, serve
-from vllm_engine import ArmError, Engine
+from vllm_engine import ArmError, Engine, _Turn
 from vllm_stages import Arm as Asked
 from vllm_stages import Stage, Way
 
@@ -92,8 +92,8 @@ def same(first: dict[str, Any], other: dict[str, Any]) -> tuple[int, int]:
     return sum(one == two for one, two in pairs), len(pairs)
 
 
-def lived(begin: Any, until: float) -> dict[str, Any]:
-    """All lives. `begin`: (arm, name, cache, ...) to a process that has begun."""
+def lived(begin: Any, until: float, turn: Any) -> dict[str, Any]:
+    """All lives. `begin`: (arm, name, cache, ...) to a process that has begun; `turn`: among all such commands."""
     found: dict[str, Any] = {"same": {}}
     started: list[Any] = []
 
@@ -107,13 +107,15 @@ def lived(begin: Any, until: float) -> dict[str, Any]:
         vllm = one("vllm", "vllm", "vllm")
         found["cold"] = sleeper.answer(until)
         drawn = sleeper.ask(until, "tokens")
-        found["gigabytes free"] = sleeper.ask(until, "sleep_and_wake")
-        found["same"]["after a sleep"] = same(drawn, sleeper.ask(until, "tokens"))
         other.answer(until)
+        vllm.answer(until)
+        turn.take()  # vLLM stops where anybody has taken memory while it goes to sleep
+        found["gigabytes free"] = sleeper.ask(until, "sleep_and_wake")
+        turn.end()
+        found["same"]["after a sleep"] = same(drawn, sleeper.ask(until, "tokens"))
         alone = other.ask(until, "tokens")
         other.stop()
         found["same"]["as the other model, which has to differ"] = same(drawn, alone)
-        vllm.answer(until)
         found["same"]["as vLLM's own, which may differ"] = same(drawn, vllm.ask(until, "tokens"))
         vllm.stop()
         warm = one("decode", "warm", "decode", engine={"enable_sleep_mode": True})
@@ -157,7 +159,7 @@ def main() -> int:
         def begin(kind: str, name: str, cache: str, **more: Any) -> Process:
             return Process(kind, name, Path(work), given.out, cache, None if kind == "vllm" else ours, **more)
 
-        found = lived(begin, began + given.limit)
+        found = lived(begin, began + given.limit, _Turn())
     found["seconds"], found["right"] = round(time.monotonic() - began, 1), is_right(found)
     (given.out / "lives.json").write_text(json.dumps(found, indent=1) + "\n")
     for log in sorted(given.out.glob("*.log")):

@@ -160,4 +160,7 @@ def test_an_arm_of_another_name_is_an_error_before_anything_starts(monkeypatch, 
     with pytest.raises(SystemExit):
         vllm_engine.main("", sglang_engine.Engine, sglang_engine.STAGES)
     said = capsys.readouterr().err
-    assert "no arm of these stages is called 'fussed'; known: sglang, default, named, triton, breakable" in said
+    assert (
+        "no arm of these stages is called 'fussed'; known: sglang, default, named, triton, flashinfer, breakable"
+        in said
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,14 +35,16 @@ class Fake:
             cache,
             first_seed,
         )
-        self.slept = self.two = self.stopped = False
+        self.slept = self.two = self.stopped = self.answered = False
         assert engine in (None, {"enable_sleep_mode": True})
 
     def answer(self, _until):
+        self.answered = True
         return {"start_s": 3.0}
 
     def ask(self, _until, command):
         if command == "sleep_and_wake":
+            assert self.turn.taken and all(each.answered for each in self.turn.begun)
             self.slept = True
             return {"before": 1, "asleep": 2, "awake": 1}
         if "fails" in self.faults and command == "beside":
@@ -56,15 +60,30 @@ class Fake:
         self.stopped = True
 
 
+class Turn:
+    """Among commands that run beside each other."""
+
+    def __init__(self, begun):
+        self.begun, self.taken, self.ended = begun, False, False
+
+    def take(self):
+        self.taken = True
+
+    def end(self):
+        self.taken, self.ended = False, True
+
+
 def found_by(lives, *faults):
     begun = []
+    turn = Turn(begun)
 
     def begin(*args, **given):
         begun.append(Fake(lives, faults, *args, **given))
+        begun[-1].turn = turn
         return begun[-1]
 
-    found = lives.lived(begin, 0.0)
-    assert all(each.stopped for each in begun)
+    found = lives.lived(begin, 0.0, turn)
+    assert all(each.stopped for each in begun) and turn.ended
     assert {each.name: each.cache for each in begun}["sleeper"] == "decode"
     return found, begun
 
@@ -98,6 +117,17 @@ def test_what_is_not_vllms_own_is_said_alone(lives):
 def test_an_engine_that_fails_is_said_and_all_processes_end(lives):
     found, _ = found_by(lives, "fails")
     assert not lives.is_right(found) and found["error"] == "no memory" and "from the cache" in found["same"]
+
+
+def test_a_process_may_be_stopped_twice(lives):
+    process = lives.Process.__new__(lives.Process)
+    process.answers, other = os.pipe()
+    process.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    process.stop()
+    process.stop()
+    with pytest.raises(BrokenPipeError):
+        os.write(other, b"x")
+    os.close(other)
 
 
 def test_a_process_is_asked_for_what_its_life_needs(lives, tmp_path, monkeypatch):
