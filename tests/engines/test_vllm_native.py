@@ -166,12 +166,14 @@ def in_place_of_a_module(patch: pytest.MonkeyPatch) -> None:
 def numbers(
     name: str, path: Path, options: Any, mode: str = "NONE", loaded: Callable[[], None] = lambda: None, **config: Any
 ) -> list[Tensor]:
-    overrides = TWO_LAYERS.get(name)
-    with started(name, path, layerfuse=options, mode=mode, overrides=overrides, **config) as engine:
+    given = {"overrides": TWO_LAYERS.get(name), **config}
+    with started(name, path, layerfuse=options, mode=mode, **given) as engine:
         loaded()
         return [engine(tokens) for tokens in (6, 1)]
 
 
+SHORT: dict[str, Any] = {"overrides": ONE_LAYER}
+ONE_MIXTURE: dict[str, Any] = {"overrides": {"num_hidden_layers": 1, "layer_types": ["full_attention"]}}
 NATIVE = f"{NORMS}:RMSNorm.forward_native is not vLLM's own: it is from {HOSTILE}"
 
 
@@ -453,8 +455,8 @@ def test_a_compiled_model_holds_what_a_patched_norm_computes(
     owner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_class(owner, "forward" if owner is custom_op.CustomOp else "forward_native")(monkeypatch)
-    theirs = numbers("deepseek-v3", tmp_path, False)
-    got = numbers("deepseek-v3", tmp_path, {"fusions": [ADD, DUAL]}, "VLLM_COMPILE")
+    theirs = numbers("deepseek-v3", tmp_path, False, **SHORT)
+    got = numbers("deepseek-v3", tmp_path, {"fusions": [ADD, DUAL]}, "VLLM_COMPILE", **SHORT)
     assert max(apart(*both) for both in zip(got, theirs, strict=True)) < ROUNDING
 
 
@@ -465,8 +467,8 @@ def test_an_op_of_vllms_whose_implementation_is_patched_stays_in_the_graph(
 ) -> None:
     """A graph holds the op, and not what computes it."""
     patched(monkeypatch)
-    theirs = numbers("deepseek-v3", tmp_path, False)
-    got = numbers("deepseek-v3", tmp_path, {"fusions": [ADD, DUAL]}, "VLLM_COMPILE")
+    theirs = numbers("deepseek-v3", tmp_path, False, **SHORT)
+    got = numbers("deepseek-v3", tmp_path, {"fusions": [ADD, DUAL]}, "VLLM_COMPILE", **SHORT)
     assert max(apart(*both) for both in zip(got, theirs, strict=True)) < ROUNDING
     why = "of vllm.ir.ops:fused_add_rms_norm is not vLLM's own: it is from "
     assert any(ADD in line and why in line and HOSTILE in line for line in said(caplog))
@@ -479,11 +481,11 @@ def test_a_patched_all_reduce_stays_in_the_graph(
     reduced, patched = "all_reduce_add_rms_norm", on_class(parallel_state.GroupCoordinator, "_all_reduce_out_place")
     with monkeypatch.context() as patch:
         patched(patch)
-        theirs = numbers("gpt-oss-20b", tmp_path, False, tp=2)
+        theirs = numbers("gpt-oss-20b", tmp_path, False, tp=2, **ONE_MIXTURE)
     if not later:
         patched(monkeypatch)
     loaded = functools.partial(patched, monkeypatch) if later else lambda: None
-    got = numbers("gpt-oss-20b", tmp_path, {"fusions": [reduced, ADD]}, "VLLM_COMPILE", loaded, tp=2)
+    got = numbers("gpt-oss-20b", tmp_path, {"fusions": [reduced, ADD]}, "VLLM_COMPILE", loaded, tp=2, **ONE_MIXTURE)
     assert max(apart(*both) for both in zip(got, theirs, strict=True)) < ROUNDING
     why = f"GroupCoordinator._all_reduce_out_place is not vLLM's own: it is from {HOSTILE}"
     assert any(("missed: " if later else reduced) in line and why in line for line in said(caplog))
@@ -492,7 +494,6 @@ def test_a_patched_all_reduce_stays_in_the_graph(
 # ---- all that mla_decode stands for
 
 DECODE = {"fusions": ["mla_decode"]}
-SHORT = {"overrides": ONE_LAYER}
 STEPS = (((0, 5),), ((0, 1), (1, 7)), ((0, 1), (1, 1)), ((0, 1), (1, 1)))
 
 
