@@ -84,7 +84,7 @@ class Compiler:
             "binary": len(result.asm["hsaco"] if "hsaco" in result.asm else result.asm["cubin"]),
             "wide_loads": len(re.findall(_WIDE, text)),
             "loads_one_by_one": len(re.findall(_ONE_BY_ONE, text)),
-            "overlap": "griddepcontrol" in text, "shared": result.metadata.shared,
+            "overlap": re.findall(r"griddepcontrol\.(\w+)", text), "shared": result.metadata.shared,
             "pushes": len(re.findall(_PUSH, text.partition("ld.volatile")[0])), "looks": len(re.findall(_LOOK, text)),
             "spills": sum(int(n) for n in re.findall(r"spill_count:\s+(\d+)", text)),
         }  # fmt: skip

@@ -47,7 +47,9 @@ def test_the_kernels_of_a_decode_layer_become_machine_code(cases: str) -> None:
         (form, "norm_rope_cache") for form in ("plain", "fp8", "fp8_ds_mla")
     }
     assert {each["pairs"] for each in built} == {"interleaved", "halves", "interleaved_to_halves", "none"}
-    assert all(each["binary"] > 1000 and each["spills"] == 0 and each["overlap"] == each["early"] for each in built)
+    assert all(
+        each["binary"] > 1000 and each["spills"] == 0 and bool(each["overlap"]) == each["early"] for each in built
+    )
     # What a program may have on every GPU of the kind: 99 KiB on NVIDIA's small ones.
     most = {"sm90": 99 << 10, "sm100": 99 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
     assert all(each["shared"] <= most[each["target"]] for each in built)
@@ -65,7 +67,9 @@ def test_linears_become_machine_code_that_fits_everywhere() -> None:
     assert variants == {(*each, form) for each in (*few, *((target, 16) for target in targets)) for form in forms} | {
         (target, tokens, form) for target in targets for tokens in (1, 8, 16) for form in both
     }
-    assert all(each["binary"] > 1000 and each["spills"] == 0 and each["overlap"] == each["early"] for each in built)
+    assert all(
+        each["binary"] > 1000 and each["spills"] == 0 and bool(each["overlap"]) == each["early"] for each in built
+    )
     assert all(each["shared"] <= (99 if each["target"].startswith("sm") else 64) << 10 for each in built)
     assert all(each["wide_loads"] for each in built)
 
@@ -79,7 +83,9 @@ def test_every_variant_becomes_machine_code(kernels: list[dict[str, Any]]) -> No
 
 def test_launches_overlap_on_nvidia_only(kernels: list[dict[str, Any]]) -> None:
     for kernel in kernels:
-        assert kernel["overlap"] == kernel["early"]
+        # With few tokens the next kernel starts before this one waits, else behind that (`rows.wait_in_turn`); all-reduces wait first.
+        first = [] if kernel["kernel"].startswith("all_reduce") else ["launch_dependents"]
+        assert kernel["overlap"] == [*first, "wait", "launch_dependents"] * kernel["early"]
         assert not (kernel["early"] and kernel["target"].startswith("gfx"))
 
 

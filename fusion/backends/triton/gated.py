@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
-from .rows import NO_QUANT, PER_TOKEN, STATIC, clamped, magnitude, quant_scale, rounded
+from .rows import NO_QUANT, PER_TOKEN, STATIC, clamped, magnitude, quant_scale, rounded, wait_in_turn
 
 
 @triton.jit(do_not_specialize=["rows", "x_token", "x_head", "gate_token", "gate_head", "scale_stride", "group_stride"])
@@ -28,8 +27,7 @@ def gated_norm(
     x_token, x_head: strides in units of X_UNIT elements.
     """
     if EARLY:
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+        wait_in_turn(rows // HEADS)
     if QUANT == PER_TOKEN:
         token = tl.program_id(0).to(tl.int64)
         head = tl.arange(0, ROWS).to(tl.int64)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
+from .rows import wait_in_turn
 from .turning import angle, read_pairs, turned, write_pairs
 
 
@@ -65,8 +65,7 @@ def head_norms_rope(
 ):  # fmt: skip
     """NUMBERED: positions say which row of cos and sin a token takes; without them its own number does."""
     if EARLY:
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+        wait_in_turn(tokens)
     OF_Q: tl.constexpr = (TOKENS * Q_HEADS + ROWS - 1) // ROWS
     PARTS: tl.constexpr = OF_Q + (TOKENS * K_HEADS + ROWS - 1) // ROWS
     part = tl.program_id(0) % PARTS

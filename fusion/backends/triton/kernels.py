@@ -1,8 +1,7 @@
 """The kernels of the norm family, put together from the steps in `rows`. Every switch is a compile-time constant.
 
 EARLY (NVIDIA from sm90 on): a launch may overlap the end of the kernel before, so nothing is read, the weights included,
-until that kernel's writes are visible. The next kernel may start before that: what it needs of this one it waits for itself, and a linear
-behind a norm fetches its weights meanwhile.
+until that kernel's writes are visible (`rows.wait_in_turn`).
 HOLD: what is read leaves the cache last. Everything is read before anything is written: more reads are on their way at once.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
 from .rows import (
     FIRST,
@@ -22,6 +20,7 @@ from .rows import (
     read_rows,
     read_weight,
     row_numbers,
+    wait_in_turn,
     write_rows,
     write_zeros,
 )
@@ -44,8 +43,7 @@ def dual_norm(
     """
     READ: tl.constexpr = LAST if HOLD else USUAL
     if EARLY:
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+        wait_in_turn(rows)
     if SPLIT:
         row = row_numbers(tl.program_id(0) // 2 * ROWS, rows, ROWS)
         if tl.program_id(0) % 2 == 0:
@@ -98,8 +96,7 @@ def row_norm(
     """
     READ: tl.constexpr = LAST if HOLD else USUAL
     if EARLY:
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+        wait_in_turn(rows)
     row = row_numbers(tl.program_id(0) * ROWS, rows, ROWS)
     if PADDED > WIDTH:  # which waits for nothing
         write_zeros(out, row, PADDED, WIDTH, ZEROS)

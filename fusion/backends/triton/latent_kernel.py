@@ -1,4 +1,4 @@
-# ruff: noqa: ARG001, N803, N806 (a launcher counts rows; constants of a kernel are written in capitals)
+# ruff: noqa: N803, N806 (a launcher counts rows; constants of a kernel are written in capitals)
 """The kernel of `mla_norm_rope_cache`: the query side as `dual_norm` has it, the key/value side straight to its slot.
 
 What the constants of the norms mean is said in `kernels`, what broken input gives in `ops.rope` and `ops.quantisation`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
 from .rows import (
     FIRST,
@@ -25,6 +24,7 @@ from .rows import (
     rms_scale,
     rounded,
     scaled_by,
+    wait_in_turn,
     weighted_by,
     write_chunk,
 )
@@ -135,8 +135,7 @@ def norm_rope_cache(
     """
     READ: tl.constexpr = LAST if HOLD else USUAL
     if EARLY:
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+        wait_in_turn(rows)
     if SPLIT:
         row = (tl.program_id(0) // 2).to(tl.int64)
         if tl.program_id(0) % 2 == 0:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
-from .rows import PER_GROUP, PER_TOKEN, STATIC, clamped, magnitude, quant_scale, rounded
+from .rows import PER_GROUP, PER_TOKEN, STATIC, clamped, magnitude, quant_scale, rounded, wait_in_turn
 
 
 @triton.jit
@@ -36,8 +35,7 @@ def silu_mul(
     Otherwise GROUPS groups of GROUP columns per program, and `rows` counts the groups. LIMIT 0: nothing is clamped.
     """
     if EARLY:
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+        wait_in_turn(rows if QUANT == PER_TOKEN else rows // ((WIDTH + GROUP - 1) // GROUP))
     if QUANT == PER_TOKEN:
         row = tl.program_id(0).to(tl.int64)
         bits = tl.zeros((CHUNK,), tl.int32)
