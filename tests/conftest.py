@@ -29,6 +29,8 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Read when Inductor is first imported, by processes of tests too: which vectors the CPU has is known without a C++ compiler.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# The same: with one thread it starts no pool of processes, which every process that compiles would start and few have a kernel for.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Read when torch is first imported: for the tiny tensors of tests, threads cost more than they save.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
