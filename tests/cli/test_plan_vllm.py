@@ -651,4 +651,4 @@ def test_a_measurement_of_several_fusions_is_one_footnote(run):
 def test_a_measurement_of_linears_that_quantise_nothing_is_told_of_such_layers(run):
     """Kimi-K2.5's attention is bfloat16: its mixtures are told what Kimi-K2.5's gained, and not DeepSeek-V3's in fp8."""
     said = " ".join(run("plan", "kimi-k2.5", "--target", "sm90", "--engine", "vllm").out.split())
-    assert "measured 1.05, 1.03, 1.02 and 1.01 times faster" in said and "(Kimi-K2.5, a rank of eight, mixtures" in said
+    assert "measured 1.04, 1.03, 1.02 and 1.01 times faster" in said and "(Kimi-K2.5, a rank of eight, mixtures" in said

@@ -290,7 +290,7 @@ def test_every_row_is_what_its_results_file_says(measured: Measurement) -> None:
 
 
 def test_a_row_is_written_from_the_results_file_with_what_speaks_against_it(capsys: pytest.CaptureFixture[str]) -> None:
-    measured = next(each for each in shipped().measurement if each.engine == "sglang" and each.commit == "625dceb")
+    measured = next(each for each in shipped().measurement if each.engine == "sglang" and each.mixtures)
     policy_rows.main(measured.stage, measured.arm, measured.file)
     said = capsys.readouterr().out
     (found,) = tomllib.loads(said)["measurement"]
@@ -298,9 +298,9 @@ def test_a_row_is_written_from_the_results_file_with_what_speaks_against_it(caps
     assert found == {**expected, "decode": {batch: [*cell] for batch, cell in measured.decode.items()}} | {
         "fusions": found["fusions"]
     }
-    assert sorted(found["fusions"]) == sorted(measured.fusions)
+    assert {*found["fusions"]} == {*measured.fusions, "silu_mul_group_quant"}  # which has no site there
     assert {"engine", "device", "date", "commit", "file", "stage", "arm"} <= found.keys()
-    assert "\n# log probabilities: prompt: mean 0.10824 is above 0.09668\n" in said
+    assert "\n# log probabilities: prompt: mean 0.15599 is above 0.00556\n" in said
 
 
 def test_what_a_fusion_needs_of_a_model_is_in_its_name() -> None:
