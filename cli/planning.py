@@ -17,7 +17,7 @@ from ..fusion.config import ENVIRONMENT, NEEDS_LEVEL, FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
 from ..fusion.engine import SPELT
 from ..fusion.planning import ANY
-from ..fusion.sites import ROLES, UNREAD
+from ..fusion.sites import ROLES, UNREAD, stack_of
 from ..fusion.steps.linear import HELD
 from .console import prose_width, require_writable, show, write_text
 from .kinds import kinds_of, mixtures_of, ranges, rows_of, spec_dict
@@ -159,7 +159,7 @@ def plan_data(
     elif engine == "sglang":
         from ..engines.sglang import facts
 
-        around = facts.engine_of(entry.architectures)
+        around = facts.engine_of(entry.architectures, target=device, mixtures=stack_of(specs).mixtures.values())
     elif engine == "transformers" and published and any(map(_is_in_blocks, entry.quant.values())):
         from ..engines.transformers_facts import keeps
 

@@ -83,6 +83,9 @@ class Engine:
     """Why no quantised fusion stands in front of a mixture's experts, nor in shared ones, as a sentence. None: nothing is known of them."""
     shared_apart: bool = False
     "Whether it calls shared experts by themselves, so that their linears are like any others."
+    shared_routed: str | None = field(default=None, validator=_sentence)
+    """Why shared experts that specs list are no MLP of their own but routed ones, as a sentence; one that begins with `not known:` says on what
+    that depends. None: they are such an MLP."""
     shared_in_turn: bool = False
     "Whether it runs shared experts before or behind the routed ones, on the same stream, and never beside them."
     inside: str | None = field(default="no pass of its compiler does", validator=_sentence)

@@ -302,6 +302,9 @@ def plan(
     if engine is not None and engine.linears is not None:
         linears = tuple(linear_sites(placed, engine.linears, stack, engine.loaded))
         routed = tuple(mixture_sites(placed, engine.linears))
+    if engine is not None and engine.shared_routed is not None:
+        sites = _with_shared_routed(sites, engine.shared_routed)
+        linears = _with_shared_routed(linears, engine.shared_routed)
     roles = frozenset(site.role for site in (*sites, *linears, *routed))
     mixed = {} if engine is None else {index for index, experts in stack.mixtures.items() if experts is not None}
     decide = _Decider(target, config, engine, policy, roles, mixed)
@@ -322,6 +325,20 @@ def plan(
         measured=tuple(decide.measured),
         off=frozenset(decide.off),
     )
+
+
+def _with_shared_routed(sites: Iterable[Site], why: str) -> tuple[Site, ...]:
+    """The sites where an engine runs shared experts as routed ones: in their MLP nothing can stand, and it reads no norm. `why`: `Engine.shared_routed`."""
+    open_ended = why.startswith(UNKNOWN)
+
+    def each(site: Site) -> Site:
+        if site.experts is None or site.experts.shared is None:
+            return site
+        if not site.norms:
+            return attrs.evolve(site, unknown=why) if open_ended else attrs.evolve(site, absent=why)
+        return site if open_ended else attrs.evolve(site, experts=attrs.evolve(site.experts, shared=None))
+
+    return tuple(map(each, sites))
 
 
 LINEARS_BY_ENGINE = "there is a place for it in transformers' models with fusion.compile(model, engine=engines.transformers.engine_of(model))"
@@ -498,7 +515,7 @@ class _Decider:
         # transformers' shared experts are linears like any others, and torch.compile sees them.
         apart = engine is None or engine.name == "transformers" or engine.shared_apart
         if engine is not None and engine.linears_apart:
-            apart = apart or site.role == ACTIVATION
+            apart = apart or site.role == ACTIVATION or site.routed_alone
         if site.experts is None or apart or engine is None or "*" in engine.refuses:
             return ROUTED_ALONE if site.routed_alone else None
         if site.beside_experts:

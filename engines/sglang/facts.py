@@ -5,11 +5,15 @@ Read in SGLang 0.5.23. It compiles no model by default: its ops are chosen one b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from ...adapters.specs import ExpertsSpec
 from ...fusion.catalog import FUSIONS
 from ...fusion.catalog.few_token_linear import BLOCKS
 from ...fusion.engine import Engine
+from ...fusion.target import Target
 
 RELEASE = "0.5.23"
 """Of which this is known."""
@@ -64,12 +68,53 @@ ADDS_ITSELF = frozenset({"GraniteMoeHybridForCausalLM", "MiniCPM3ForCausalLM", "
 """Architectures whose code in SGLang adds to the stream in front of a norm, and never gives a norm the residual."""
 
 
-def engine_of(architectures: Sequence[str] = ()) -> Engine:
+EP = " or expert parallelism"
+
+
+class SharedRouted(NamedTuple):
+    """On which GPUs SGLang makes a model's one shared expert another routed one, unless it is told not to.
+
+    `resolve_shared_experts_config` asks the model's class (`shared_experts_fusion_disable_reason`); Qwen's block decides for itself. GPUs without fp8
+    and checkpoints that quantise both differently (w4afp8) are not told apart: no op can stand in shared experts there.
+    """
+
+    num_experts: int | None = None
+    "With so many routed experts alone; None: with any. 384 are for Quark's checkpoints, which no entry is of."
+    nvidia: bool = True
+    trtllm: bool = True
+    "Whether FlashInfer's TRTLLM kernels are its routed experts' by default on sm10x, which keeps shared ones apart: in fp8, or not quantised."
+    amd: bool = True
+    aiter: bool = False
+    "With `SGLANG_USE_AITER`, on AMD's."
+    apart: str = f"with --disable-shared-experts-fusion{EP}"
+    "With what it does not."
+
+
+_QWEN = SharedRouted(amd=False, aiter=True, apart="with --disable-shared-experts-fusion or DeepEP")
+
+SHARED_ROUTED = {
+    "DeepseekV3ForCausalLM": SharedRouted(num_experts=256),
+    "GlmMoeDsaForCausalLM": SharedRouted(num_experts=256),
+    "Glm4MoeForCausalLM": SharedRouted(trtllm=False),
+    "Glm4MoeLiteForCausalLM": SharedRouted(trtllm=False, amd=False),
+    "Qwen3NextForCausalLM": _QWEN,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN._replace(nvidia=False),
+}
+"""Declared architecture -> where it does."""
+
+
+def engine_of(
+    architectures: Sequence[str] = (), *, target: Target | None = None, mixtures: Iterable[ExpertsSpec | None] = ()
+) -> Engine:
     """What a plan needs to know of SGLang.
 
     Args:
         architectures: of the model, as its config.json says them, or the class that SGLang has loaded.
+        target: what the plan is for; None: it is not known.
+        mixtures: of a model's layers, as its entry declares them; none where they were read, and say themselves how shared experts are run.
     """
+    mixture = next(filter(None, mixtures), None)
+    shared = (_why_shared_routed(each, target, mixture) for each in architectures)
     nothing = next(filter(None, map(_why_nothing, architectures)), None)
     without = [name for name in FUSIONS if name not in SEAMS and name != BLOCKS]
     nowhere = f"{UNCOMPILED}, and layerfuse knows no place for it in SGLang's code yet"
@@ -90,9 +135,29 @@ def engine_of(architectures: Sequence[str] = ()) -> Engine:
         does={name: f"SGLang does it: {by}; naming the fusion takes it instead" for name, by in DOES.items()},
         inside="layerfuse knows no such linear in SGLang yet",
         experts="SGLang may run shared experts beside the routed ones, on another stream: what is quantised for them is not kept until both are done",
+        shared_routed=next(filter(None, shared), None),
         linears={},
         linears_apart=True,
     )
+
+
+def _why_shared_routed(architecture: str, target: Target | None, mixture: ExpertsSpec | None) -> str | None:
+    """That a shared expert is run as a routed one by default, as a sentence, or None."""
+    where = SHARED_ROUTED.get(architecture)
+    if where is None or target is None or mixture is None or mixture.shared is None:
+        return None
+    if (
+        where.num_experts not in (None, mixture.num_experts)
+        or mixture.shared.intermediate_size != mixture.intermediate_size
+    ):
+        return None
+    if target.vendor == "amd" and where.aiter:
+        return "not known: with SGLANG_USE_AITER SGLang makes this model's shared expert one of the routed ones, and runs no MLP for it"
+    unlike = where.trtllm and re.match(r"sm10\d", target.arch)
+    if target.fp8 is None or unlike or not (where.amd if target.vendor == "amd" else where.nvidia):
+        return None
+    apart = where.apart.removesuffix(EP) if target.vendor == "amd" else where.apart
+    return f"by default SGLang makes this model's shared expert one of the routed ones on {target}, and runs no MLP for it; {apart} it does"
 
 
 def _why_nothing(architecture: str) -> str | None:

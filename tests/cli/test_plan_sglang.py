@@ -182,8 +182,58 @@ def test_what_is_off_in_sglang_is_told_from_what_has_no_place_there(run):
     assert re.search(r"^fusion +sites +off +no$", out, re.MULTILINE)
     rows = dict(re.findall(r"^(\w+) +\d+ +(\d+ \[.*)$", out, re.MULTILINE))
     assert re.fullmatch(r"63 \[\d+\] +59 \[\d+, \d+\]", rows["add_rms_norm_group_quant"])
-    assert re.fullmatch(r"61 \[\d+\]", rows["silu_mul_group_quant"])
+    assert re.fullmatch(r"3 \[\d+\]", rows["silu_mul_group_quant"])
     experts = rows["few_token_experts_group_quant"].removeprefix("58 ")
     assert f"{experts} 180 sites: SGLang compiles no model, and layerfuse knows no place" in out
     assert re.search(r"activation: silu_mul_group_quant +off \[", out)
     assert re.search(r"all_reduce_add_rms_norm +no \[", out)
+
+
+ROUTED = "SGLang makes this model's shared expert one of the routed ones"
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "kind", "why"),
+    [
+        (
+            "deepseek-v3",
+            "sm90",
+            "not_applicable",
+            f"by default {ROUTED} on sm90, and runs no MLP for it; with "
+            "--disable-shared-experts-fusion or expert parallelism it does",
+        ),
+        (
+            "deepseek-v3",
+            "gfx942",
+            "not_applicable",
+            "on gfx942, and runs no MLP for it; with --disable-shared-experts-fusion it does",
+        ),
+        ("glm-5-fp8", "sm120", "not_applicable", f"by default {ROUTED} on sm120"),
+        ("qwen3-next-80b-a3b", "gfx942", "refused", f"not known: with SGLANG_USE_AITER {ROUTED}"),
+        # FlashInfer's TRTLLM kernels keep it apart, and so does each of these by what it is.
+        ("deepseek-v3", "sm100", None, ""),
+        ("glm-4.7-flash", "gfx942", None, ""),
+        ("kimi-k2-instruct", "sm90", None, ""),
+        ("deepseek-v3.2", "sm90", None, ""),
+        ("deepseek-v2-lite", "sm90", None, ""),
+        ("qwen3.5-35b-a3b", "sm90", None, ""),
+    ],
+)
+def test_nothing_is_promised_in_shared_experts_that_sglang_runs_as_routed_ones(
+    model, target, kind, why, run, monkeypatch
+):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join((*INSIDE.values(), "rms_norm_group_quant")))
+    given = ["plan", model, "--engine", "sglang", "--target", target, "--quant", "group128", "--json"]
+    kinds = {each["kind"]: each["sites"] for each in json.loads(run(*given).out)["kinds"]}
+    product, linear = (
+        next(each for each in kinds["shared_experts"][role] if each["fusion"] == INSIDE[role])
+        for role in ("activation", "linear")
+    )
+    front = {each["reason"] for each in kinds["residual"]["post_attention"] if each["fusion"] == "rms_norm_group_quant"}
+    routed = any("routed experts alone read the norm" in each for each in front)
+    if kind is None:
+        assert product["decision"] == "expected" and ROUTED not in linear["reason"] and not routed
+        return
+    assert product["decision"] == kind and why in product["reason"]
+    assert linear["decision"] != "expected" and (routed or kind == "refused")
+    assert target != "sm90" or linear["reason"] == product["reason"]
