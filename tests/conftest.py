@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # What imports and compiles makes objects by the million: a tenth of its time would be looking for garbage among them.
+    gc.set_threshold(10_000)
     config.addinivalue_line(
         "markers", "thorough: one more case of a product, whose kind a default run has too (`make test-all`, or -m '')"
     )
     config.addinivalue_line(
         "markers", "slow: takes more than ten seconds (deselect with -m 'not slow and not thorough')"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    yield
+    if metafunc.config.option.markexpr == "not thorough":
+        # Half of all cases: a test that is not made takes no time to be left out. Where all are thorough, `thorough_alone` sees them.
+        kept = [call for call in metafunc._calls if all(mark.name != "thorough" for mark in call.marks)]
+        metafunc._calls = kept or metafunc._calls
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -52,8 +64,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     # What has been imported stays: whoever collects garbage, as vLLM does twice for each model that it loads, need not look there.
     gc.freeze()
-    # What is compiled makes objects by the million: a tenth of its time would be looking for garbage among them.
-    gc.set_threshold(10_000)
 
 
 def pytest_unconfigure() -> None:
