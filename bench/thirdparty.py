@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from .rank_group import said
 
 Results = tuple[Tensor, ...]
 Function = Callable[..., Results]
+_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 @frozen(kw_only=True, eq=False)
@@ -120,14 +122,17 @@ def why_not_imported(third: ThirdParty) -> str | None:
 
 @contextmanager
 def _compiling_as_before() -> Iterator[None]:
-    """vLLM, imported, has Inductor compile one kernel after another from then on. Other peers are compiled as without it."""
+    """vLLM, imported, has Inductor compile one kernel after another from then on, here and in processes that follow. Other peers are compiled as without it."""
     from torch._inductor import config
 
-    threads = config.compile_threads
+    threads, said = config.compile_threads, os.environ.get(_THREADS)
     try:
         yield
     finally:
         config.compile_threads = threads
+        os.environ.pop(_THREADS, None)
+        if said is not None:
+            os.environ[_THREADS] = said
 
 
 def norms_of(work: Work) -> tuple[tuple[Tensor, float], ...]:

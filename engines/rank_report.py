@@ -255,6 +255,10 @@ class Outcome:
         return rows
 
 
+def _sites(count: int) -> str:
+    return f"{count} site{'' if count == 1 else 's'}"
+
+
 def lines_of(outcome: Outcome) -> list[str]:
     """The outcome for people: a line for each fusion that concerns the model, and what of it did not happen."""
     missed, engine = outcome.missed, outcome.plan.engine
@@ -262,7 +266,7 @@ def lines_of(outcome: Outcome) -> list[str]:
     if engine is not None and "*" in engine.refuses:
         names = ", ".join(filter(outcome.plan.concerns, FUSIONS))
         count = len({decision.site for decision in outcome.plan.refused()})
-        return [f"{names}: cannot stand at {count} sites: {engine.refuses['*']}"] if names else lines
+        return [f"{names}: cannot stand at {_sites(count)}: {engine.refuses['*']}"] if names else lines
     for name in filter(outcome.plan.concerns, FUSIONS):
         called = _calls(name, outcome)
         fused = len(outcome.fused(name))
@@ -273,7 +277,7 @@ def lines_of(outcome: Outcome) -> list[str]:
                 ("off" if each.reason in off else "cannot stand", _FIGURES.sub("", each.reason))
                 for each in outcome.plan.refused(name)
             )
-            lines += [f"{name}: {word} at {count} sites: {reason}" for (word, reason), count in reasons.items()]
+            lines += [f"{name}: {word} at {_sites(count)}: {reason}" for (word, reason), count in reasons.items()]
             continue
         lines.append(f"{name}: {expected} expected, {fused} fused, {len(missed.get(name, {}))} missed{called}")
         lines += [f"  missed: {line}" for line in _grouped(missed.get(name, {}))]

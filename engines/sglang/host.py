@@ -54,6 +54,13 @@ def _fp8_dtype() -> Any:
     return fp8_dtype
 
 
+def multiplies_by_the_largest_over_amax() -> bool:
+    """Whether SGLang quantises groups by its kernel for CUDA (sglang/kernels/jit/csrc/gemm/per_token_group_quant.cuh); what it has elsewhere multiplies by one over the scale."""
+    from sglang.kernels.ops.quantization import fp8_kernel
+
+    return bool(fp8_kernel.per_token_group_quant_fp8 is fp8_kernel.sglang_per_token_group_quant_fp8)
+
+
 SGLANG = Host(
     name="SGLang",
     package="sglang",

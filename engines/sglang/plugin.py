@@ -19,7 +19,7 @@ from ..imports import when_imported
 from ..options import Options, OptionsError, check_backend
 from ..process import leave_alone, once, say_if_untested, troubled
 from .hooks import LOADED
-from .host import SGLANG
+from .host import SGLANG, multiplies_by_the_largest_over_amax
 
 STRICT = "LAYERFUSE_STRICT"
 REPORT = "LAYERFUSE_REPORT"
@@ -104,8 +104,6 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         say_if_untested()
         if options.says_nothing:
             _say_where_defaults_come_from(runner)
-        import torch
-
         from ...fusion.ops.quantisation import Scaling, scale_groups
         from ..standing import at_first_call
         from . import products
@@ -116,8 +114,7 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if compiled is not None and not compiled.active:
             _finish(compiled)
         elif compiled is not None:
-            if torch.version.hip is None:
-                # As SGLang's own kernels do: sglang/kernels/jit/csrc/gemm/per_token_group_quant.cuh.
+            if multiplies_by_the_largest_over_amax():
                 scale_groups(Scaling.OF_AMAX)
             products.put_in(compiled, runner.model)
             at_first_call(runner.model, compiled, SEAMS, lambda _: None, _finish)

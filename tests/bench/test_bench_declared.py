@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import os
 import sys
 
 import attrs
@@ -125,11 +126,15 @@ def test_third_parties_have_what_they_offer_and_say_what_they_have_not(case):
 def test_importing_a_third_party_leaves_inductor_its_threads(monkeypatch, tmp_path, more):
     monkeypatch.delitem(sys.modules, "one_thread", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     # As vllm/env_override.py does.
-    (tmp_path / "one_thread.py").write_text(f"import torch\ntorch._inductor.config.compile_threads = 1\n{more}\n")
+    (tmp_path / "one_thread.py").write_text(
+        f"import torch\ntorch._inductor.config.compile_threads = 1\nimport os\nos.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'\n{more}\n"
+    )
     with torch._inductor.config.patch(compile_threads=5):
         said = why_not_imported(attrs.evolve(VLLM_OPS, module="one_thread"))
         assert torch._inductor.config.compile_threads == 5
+    assert "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
     assert said == ("one_thread cannot be imported: RuntimeError: built for another torch" if more else None)
 
 

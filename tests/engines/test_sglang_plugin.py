@@ -25,6 +25,7 @@ import torch
 from helpers import outside_package
 from sglang.kernels import fused_op
 from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+from sglang.kernels.ops.quantization import fp8_kernel
 from sglang.srt.layers import layernorm
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.model_executor import model_runner
@@ -47,6 +48,7 @@ from layerfuse.engines.standing import Standing, at_first_call
 from layerfuse.fusion.backends import counting
 from layerfuse.fusion.catalog import FUSIONS
 from layerfuse.fusion.config import FusionConfigError
+from layerfuse.fusion.ops.quantisation import Scaling, scale_groups, scaling
 from layerfuse.fusion.policy import Measurement, Policy
 
 ADD = "add_rms_norm"
@@ -71,6 +73,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     yield
     model_runner.ModelRunner.load_model = held
     HookRegistry.reset()
+    scale_groups(Scaling.OF_SCALE)
 
 
 def llama() -> nn.Module:
@@ -403,6 +406,19 @@ def loaded(quantization: str | None = None, **arguments: Any) -> nn.Module:
     runner.model_config.quantization = quantization
     at_load(runner)
     return runner.model
+
+
+@pytest.mark.parametrize(
+    ("kernel", "how"),
+    [("sglang_per_token_group_quant_fp8", Scaling.OF_AMAX), ("_per_token_group_quant_8bit_raw", Scaling.OF_SCALE)],
+)
+def test_groups_are_quantised_as_sglang_does_where_it_runs(
+    kernel: str, how: Scaling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_kernel, "per_token_group_quant_fp8", getattr(fp8_kernel, kernel))
+    loaded()
+    assert scaling(False) == how
+    assert scaling(False, groups=False) == Scaling.OF_SCALE and scaling(True) == Scaling.POWER_OF_TWO
 
 
 def at_load(runner: Any) -> None:

@@ -79,7 +79,7 @@ def test_a_product_whose_reader_may_have_an_adapter_is_not_expected_to_be_quanti
         engine()
     lines = said(caplog)
     assert any(line.startswith("add_rms_norm_group_quant: 1 expected, 1 fused, 0 missed") for line in lines)
-    assert "silu_mul_group_quant: cannot stand at 1 sites: LoRA may read the product too, unquantised" in lines
+    assert "silu_mul_group_quant: cannot stand at 1 site: LoRA may read the product too, unquantised" in lines
 
 
 @pytest.mark.parametrize("mode", [pytest.param("VLLM_COMPILE", marks=pytest.mark.thorough), "NONE"])

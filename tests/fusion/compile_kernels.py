@@ -39,6 +39,9 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+_FEW = r"setp\.gt\.s32\s+%p\d+, %r\d+, (\d+);"
+"""How a number of rows is compared with few of them."""
+TOKENS = 8
 FEW, MANY = 0, 6
 """Steps of the tuning."""
 _WIDE = r"(?:global|buffer)_load_dwordx4|ld\.global\S*\.v4\.b32"
@@ -85,6 +88,7 @@ class Compiler:
             "wide_loads": len(re.findall(_WIDE, text)),
             "loads_one_by_one": len(re.findall(_ONE_BY_ONE, text)),
             "overlap": re.findall(r"griddepcontrol\.(\w+)", text), "shared": result.metadata.shared,
+            "per_token": numbers[0] / TOKENS, "few": [int(n) for n in re.findall(_FEW, text.partition("griddepcontrol")[0])],
             "pushes": len(re.findall(_PUSH, text.partition("ld.volatile")[0])), "looks": len(re.findall(_LOOK, text)),
             "spills": sum(int(n) for n in re.findall(r"spill_count:\s+(\d+)", text)),
         }  # fmt: skip
@@ -104,7 +108,7 @@ def built(name: str, op: str, widths: tuple[int, ...], step: int, early: bool = 
     for argument in declared.args:
         kind = type(argument).__name__
         if kind == "Rows":
-            shape = (8, 32) if argument.heads else (8,)  # type: ignore[attr-defined]
+            shape = (TOKENS, 32) if argument.heads else (TOKENS,)  # type: ignore[attr-defined]
             width = of[argument.width]  # type: ignore[attr-defined]
             args.append(torch.empty(*shape, sum(widths) + 64, dtype=torch.bfloat16)[..., :width])
         elif kind == "Weight":
@@ -165,6 +169,7 @@ if __name__ == "__main__":
         found.append(built(target, "add_rms_norm", (128,), MANY))
     found += [built("sm90", op, (1536, 512), FEW, early=True) for op in (dual, group)]
     found += [built("sm90", op, (128,), FEW, early=True) for op in ("add_rms_norm", "gated_rms_norm")]
-    found.append(built("sm90", "silu_mul_group_quant", (2048,), FEW, early=True))
+    found += [built("sm90", f"gated_rms_norm_{form}_quant", (128,), FEW, early=True) for form in ("per_token", "group")]
+    found += [built("sm90", f"silu_mul_{form}_quant", (2048,), FEW, early=True) for form in ("per_token", "group")]
     found.append(built("sm90", dual, (1001, 333), MANY))
     json.dump(found, sys.stdout)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from layerfuse.fusion.linear_ops import MOST
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 TARGETS = {"gfx942", "gfx950", "sm90", "sm100"}
@@ -86,6 +88,8 @@ def test_launches_overlap_on_nvidia_only(kernels: list[dict[str, Any]]) -> None:
         # With few tokens the next kernel starts before this one waits, else behind that (`rows.wait_in_turn`); all-reduces wait first.
         first = [] if kernel["kernel"].startswith("all_reduce") else ["launch_dependents"]
         assert kernel["overlap"] == [*first, "wait", "launch_dependents"] * kernel["early"]
+        if kernel["early"] and first:
+            assert kernel["few"][-1] == (MOST + 1) * kernel["per_token"] - 1, kernel["op"]
         assert not (kernel["early"] and kernel["target"].startswith("gfx"))
 
 

@@ -27,7 +27,7 @@ def gated_norm(
     x_token, x_head: strides in units of X_UNIT elements.
     """
     if EARLY:
-        wait_in_turn(rows // HEADS)
+        wait_in_turn(rows if QUANT == PER_TOKEN else rows // HEADS)
     if QUANT == PER_TOKEN:
         token = tl.program_id(0).to(tl.int64)
         head = tl.arange(0, ROWS).to(tl.int64)
