@@ -17,7 +17,7 @@ from ..adapters.errors import FOREIGN, ArgumentError, LayerfuseError, cut, did_y
 from .catalog import FUSIONS
 from .chain import Fusion
 from .engine import Engine
-from .policy import Measurement, Policy, shipped
+from .policy import At, Measurement, Policy, shipped
 from .sites import FINAL, ROLES, UNREAD, Site
 
 ENVIRONMENT = "LAYERFUSE_FUSIONS"
@@ -252,8 +252,7 @@ class FusionConfig:
         engine: Engine | None = None,
         measured: Measurement | None = None,
         policy: Policy | None = None,
-        quant: ActivationQuant | None = None,
-        site: str | None = None,
+        at: At | None = None,
         companion: bool = False,
     ) -> str | None:
         """The reason why this fusion is off, as a sentence, or None where it is on.
@@ -264,24 +263,27 @@ class FusionConfig:
                 torch.compile as it is.
             measured: what says that it is faster there.
             policy: gives the reason where nothing does; the library's if not given.
-            quant: how what reads the site quantises it.
-            site: where; None asks for the fusion as such.
+            at: where; None asks for the fusion as such.
             companion: whether a chain that it goes with is on there.
         """
-        if site is not None and self.only is not None and (site, fusion.name) not in self.only:
+        if at is not None and self.only is not None and (at.site.name, fusion.name) not in self.only:
             return f"{fusion.name} is not among what {self.origin} leaves on at this site"
         switch = dict(self.switches).get(fusion.name)
         if switch is not None:
             return None if switch else f"{fusion.name} is switched off by {self.origin}"
-        if companion or (fusion.goes_with is not None and site is not None and self.only is not None):
+        if companion or (fusion.goes_with is not None and at is not None and self.only is not None):
             return None
-        if engine is not None and fusion.goes_with is not None:
-            others = "fusions that quantise in the same way, and none is on"
-            with_it = f"{fusion.goes_with}, which is not on" if fusion.goes_with in FUSIONS else others
-            return f"{fusion.name} is off in {engine.name} unless switched on: it goes with {with_it} here"
-        if engine is not None and engine.name != "transformers" and measured is None:
-            why = (shipped() if policy is None else policy).why_off(fusion.name, engine, quant)
-            return f"{fusion.name} is off in {engine.name} unless switched on: {why}"
+        if engine is not None:
+            rows, off = (
+                shipped() if policy is None else policy,
+                f"{fusion.name} is off in {engine.name} unless switched on",
+            )
+            if fusion.goes_with is not None and (measured is not None or not rows.of(fusion.name, engine.name)):
+                others = "fusions that quantise in the same way, and none is on"
+                with_it = f"{fusion.goes_with}, which is not on" if fusion.goes_with in FUSIONS else others
+                return f"{off}: it goes with {with_it} here"
+            if engine.name != "transformers" and measured is None:
+                return f"{off}: {rows.why_off(fusion.name, engine, at)}"
         if fusion.opt_in and measured is None:
             return f"{fusion.name} is on by its own name alone"
         level = DEFAULT_LEVEL if self.level is None else self.level

@@ -27,7 +27,7 @@ from .engine import NAMES as ENGINES
 from .engine import SPELT, Engine
 from .legality import legality
 from .limits import TokenLimit
-from .policy import Policy, shipped
+from .policy import At, Policy, shipped
 from .sites import ACTIVATION, LINEAR, OwnSites, Site, decode_sites, linear_sites, mixture_sites, sites_of, stack_of
 from .steps import Kind, Legality
 from .target import Target
@@ -307,7 +307,9 @@ def plan(
         linears = _with_shared_routed(linears, engine.shared_routed)
     roles = frozenset(site.role for site in (*sites, *linears, *routed))
     mixed = {} if engine is None else {index for index, experts in stack.mixtures.items() if experts is not None}
-    decide = _Decider(target, config, engine, policy, roles, mixed)
+    every = (*sites, *linears, *routed)
+    quantised = engine is not None and any(config.quant_at(site) is not None for site in every)
+    decide = _Decider(target, config, engine, policy, roles, mixed, quantised)
     decisions = decide.over(sites)
     if linears:
         linears = _handed_over(linears, decide.quantised)
@@ -427,8 +429,10 @@ class _Decider:
         policy: Policy | None,
         roles: frozenset[str],
         mixed: Collection[int | None],
+        quantised: bool,
     ) -> None:
         self._target = target
+        self._quantised = quantised
         self._roles = roles
         self._mixed = mixed
         self._config = config
@@ -475,7 +479,15 @@ class _Decider:
         return self._known.setdefault(key, (rows, bool(formats)))
 
     def _decide(self, site: Site, quant: ActivationQuant | None) -> Iterable[Row]:
-        legalities = {f: self._legality(f, site, quant) for f in self._fusions if site.role in f.roles}
+        at = At(
+            site=site,
+            target=self._target,
+            quant=quant,
+            mixture=self._is_mixed(site),
+            quantised=self._quantised,
+            foreign=self._is_foreign,
+        )
+        legalities = {f: self._legality(f, at) for f in self._fusions if site.role in f.roles}
         # The longest chain first; of equal ones the catalog's first. What is left of the token counts goes on.
         wanted = sorted((f for f, v in legalities.items() if v.kind == "expected"), key=lambda f: -len(f.chain))
         first: int | None = 1
@@ -538,7 +550,8 @@ class _Decider:
     def _limit(self, fusion: Fusion, site: Site) -> TokenLimit | None:
         return None if fusion.limit is None else fusion.limit(site, self._target, self._engine)
 
-    def _legality(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Legality:
+    def _legality(self, fusion: Fusion, at: At) -> Legality:
+        site, quant = at.site, at.quant
         found = legality(fusion, site, self._target, quant, site.role in self._declared)
         unread = None if fusion.format is None else self._why_not_read(site, quant)
         if unread is not None and found.kind != "not_applicable":
@@ -551,18 +564,12 @@ class _Decider:
                 return found
             nowhere = engine.why_not(fusion.name, site.role)
             return found if nowhere is None else Legality(found.kind, nowhere)
-        measured = (
-            None
-            if engine is None
-            else self._policy.faster_at(
-                fusion.name, engine, self._target, site, quant, self._is_foreign, self._is_mixed(site)
-            )
-        )
+        measured = None if engine is None else self._policy.faster_at(fusion.name, engine, at)
         refusal = None if engine is None else engine.why_not(fusion.name, site.role)
         if engine is not None and refusal is None:
             elsewhere = engine.why_kept(fusion.name, site.role)
             if elsewhere is None and measured is None and not switched:
-                figure = self._policy.why_nothing_gained(fusion.name, engine)
+                figure = self._policy.why_nothing_gained(fusion.name, engine, at)
                 # A pass of the engine's looks for a quantisation in the graph too.
                 inside = fusion.format is not None and quant is not None and quant.inside
                 elsewhere = None if inside else engine.does.get(fusion.name)
@@ -570,7 +577,7 @@ class _Decider:
             if elsewhere is not None:
                 return Legality("not_applicable", elsewhere)
         companion = engine is not None and fusion.goes_with in self.beside
-        off = self._config.why_off(fusion, engine, measured, self._given, quant, site.name, companion)
+        off = self._config.why_off(fusion, engine, measured, self._given, at, companion)
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:
             refusal = refusal or limit.reason
@@ -584,5 +591,4 @@ class _Decider:
         if unknown is not None or measured is None:
             return unknown or found
         self.measured[fusion.name, measured.release] = None
-        there = "" if measured.is_of(self._is_mixed(site), self._is_foreign) else "on another model: "
-        return Legality("expected", f"{found.reason}; measured {there}{measured.figure}")
+        return Legality("expected", f"{found.reason}; measured {measured.quoted(at.elsewhere(measured))}")

@@ -128,19 +128,23 @@ class Measurement:
     @property
     def figure(self) -> str:
         """The measurement as plans and docs say it, the same of each of its fusions."""
+        return self.quoted("")
+
+    def quoted(self, there: str) -> str:
+        """The figure, and in front of its numbers where they were measured: a word of `At.elsewhere`."""
         ratios = _listed(
             [f"{cell[0]:.2f}" if self.faster or self.but else f"{cell[0]:.3f}" for cell in self.decode.values()]
         )
         beside = "" if self.against is None else ", beside what is on by default"
         step = f"{ratios} times faster per decode step at batch {_listed(list(self.decode))}{beside}"
         if not self.faster and self.but is None:
-            because = "" if self.why is None else f"{self.why}: "
+            because = there if self.why is None else f"{self.why}: {there}"
             slower = min(cell[1] for cell in self.decode.values()) < NO_SLOWER
             took = "longer in one cell at least" if slower else "as long"
             return f"{because}with the fusion a decode step took {took} ({step}; {self.on})"
         together = [f"by {_listed([*self.fusions])} together"] if len(self.fusions) > 1 else []
         noted = [] if self.note is None else [self.note]
-        costs = "" if self.but is None else f"{self.but}: "
+        costs = there if self.but is None else f"{self.but}{'; ' if there else ': '}{there}"
         return costs + ", ".join([step, *together, *noted]) + f" ({self.on})"
 
     @property
@@ -153,21 +157,54 @@ class Measurement:
         eager = [] if self.compiled else ["where nothing is compiled"]
         return ", ".join([self.arch, *quant, *inside, *ranks, *unless, *eager])
 
-    def is_of(self, mixture: bool, foreign: Callable[[str], bool]) -> bool:
-        """Whether it is of layers like these, a `mixture` or not, in a model that has a site for each of its fusions."""
-        return self.mixtures in (None, mixture) and not any(map(foreign, self.fusions))
-
-    def holds(self, target: Target, site: Site, quant: ActivationQuant | None) -> bool:
+    def holds(self, at: At) -> bool:
         """Whether a site is one that the measurement speaks of."""
         from ..adapters.specs import KernelSpec
 
-        scheme = None if quant is None else quant.scheme
+        scheme = None if at.quant is None else at.quant.scheme
         return (
-            target.arch == self.arch
+            at.target.arch == self.arch
             and self.quant in (None, scheme)
-            and not isinstance(site.spec, KernelSpec)
-            and site.spec.parallel.size >= self.ranks
+            and not isinstance(at.site.spec, KernelSpec)
+            and at.site.spec.parallel.size >= self.ranks
         )
+
+
+@frozen(kw_only=True, slots=False)
+class At:
+    """A site of a plan, and what of its layer and its model measurements are compared with."""
+
+    site: Site
+    target: Target
+    quant: ActivationQuant | None
+    "How what reads the site quantises it."
+    mixture: bool
+    "Whether its layer holds a mixture of experts."
+    quantised: bool
+    "Whether any linear of the model quantises what it reads."
+    foreign: Callable[[str], bool]
+    "Whether the model has no site for a fusion."
+
+    def distance(self, each: Measurement, engine: Engine) -> tuple[int, ...]:
+        """How far a measurement is from here; of several the nearest is quoted.
+
+        It is not one of layers of another kind, a mixture or not, if it can be helped; of these it is the one with the fewest fusions that the model has
+        no site for; of these one of layers of this kind alone; of these one of a model whose linears quantise, or do not, as this one's;
+        of these one of the engine's release.
+        """
+        return (
+            each.mixtures is (not self.mixture),
+            sum(map(self.foreign, each.fusions)),
+            each.mixtures is not self.mixture,
+            (each.linears is not None) is not self.quantised,
+            not engine.is_release(each.release),
+        )
+
+    def elsewhere(self, each: Measurement) -> str:
+        """Where a measurement was made, if not in layers like these, as its figure goes on; empty where it was."""
+        if any(map(self.foreign, each.fusions)):
+            return "on another model: "
+        return "" if each.mixtures in (None, self.mixture) else "on other layers: "
 
 
 def _inside(fusion: str, quant: ActivationQuant | None) -> bool:
@@ -196,51 +233,39 @@ class Policy:
         """What was measured of a fusion in an engine."""
         return self._by_fusion.get((fusion, engine), ())
 
-    def faster_at(
-        self,
-        fusion: str,
-        engine: Engine,
-        target: Target,
-        site: Site,
-        quant: ActivationQuant | None,
-        foreign: Callable[[str], bool] = lambda _: False,
-        mixture: bool = False,
-    ) -> Measurement | None:
-        """The measurement that turns a fusion on in an engine at such a site, or None.
-
-        Of several it is not one of layers of another kind, a `mixture` or not, if it can be helped; of these it is the one with the fewest
-        fusions that are `foreign` to the model, as it has no site for them; of these one of layers of this kind alone; of these one of linears that
-        quantise as these do, or not; of these one of the engine's release; of these the first.
-        """
+    def faster_at(self, fusion: str, engine: Engine, at: At) -> Measurement | None:
+        """The measurement that turns a fusion on in an engine at such a site, or None: of several the nearest, of these the first."""
         there = (
             each
             for each in self.of(fusion, engine.name)
             if each.faster
             and each.compiled == engine.compiled
             and each.unless not in engine.does
-            and each.inside == _inside(fusion, quant)
-            and each.holds(target, site, quant)
+            and each.inside == _inside(fusion, at.quant)
+            and each.holds(at)
         )
-        return min(
-            there,
-            key=lambda each: (
-                each.mixtures is (not mixture),
-                sum(map(foreign, each.fusions)),
-                each.mixtures is not mixture,
-                (each.linears is None) is not (quant is None),
-                not engine.is_release(each.release),
-            ),
-            default=None,
+        return min(there, key=lambda each: at.distance(each, engine), default=None)
+
+    def why_nothing_gained(self, fusion: str, engine: Engine, at: At | None = None) -> str | None:
+        """The measurement in words that says that nothing is gained in an engine, or that something else is lost, or None.
+
+        `at`: of several it is the nearest to this site. What is lost is said where it was measured alone.
+        """
+        none = [each for each in self.of(fusion, engine.name) if not each.faster and each.compiled == engine.compiled]
+        if at is None or not none:
+            return none[0].figure if none else None
+        near = [each for each in none if each.but is None or each.holds(at)]
+        if not near:
+            return f"it was benchmarked only on {'; '.join(dict.fromkeys(each.where for each in none))}"
+        nearest = min(near, key=lambda each: (not each.holds(at), *at.distance(each, engine)))
+        return nearest.quoted(at.elsewhere(nearest))
+
+    def why_off(self, fusion: str, engine: Engine, at: At | None = None) -> str:
+        """Why a fusion is off in an engine unless it is switched on, where no measurement turns it on; `at`: where, None: anywhere."""
+        inside, how = (
+            at is not None and _inside(fusion, at.quant),
+            "" if engine.compiled else " where that compiles nothing",
         )
-
-    def why_nothing_gained(self, fusion: str, engine: Engine) -> str | None:
-        """The measurement in words that says that nothing is gained in an engine that compiles, or None."""
-        none = (each for each in self.of(fusion, engine.name) if not each.faster and each.compiled == engine.compiled)
-        return next((each.figure for each in none), None)
-
-    def why_off(self, fusion: str, engine: Engine, quant: ActivationQuant | None = None) -> str:
-        """Why a fusion is off in an engine unless it is switched on, where no measurement turns it on; `quant`: as for `faster_at`."""
-        inside, how = _inside(fusion, quant), "" if engine.compiled else " where that compiles nothing"
         known = [each for each in self.of(fusion, engine.name) if each.compiled == engine.compiled]
         if inside and not any(each.inside for each in known):
             return f"it was not benchmarked in {engine.name}{how} with linears that quantise inside of their op"
@@ -250,7 +275,7 @@ class Policy:
             done = dict.fromkeys(each.unless for each in faster if each.unless in engine.does)
             here = "".join(f"{SPELT[engine.name]} does {each} itself here; " for each in done)
             return f"{here}it was measured faster on {'; '.join(where)}"
-        return self.why_nothing_gained(fusion, engine) or f"it was not benchmarked in {engine.name}{how}"
+        return self.why_nothing_gained(fusion, engine, at) or f"it was not benchmarked in {engine.name}{how}"
 
 
 @functools.cache

@@ -207,7 +207,7 @@ def test_what_layers_of_another_kind_gained_is_said_as_such() -> None:
             (mixtures, dense),
             "measured on another model: 1.06",
         ),  # a dense row, whose gated norms the model has no site for
-        ((mixtures,), "measured on another model: 1.06"),
+        ((mixtures,), "measured on other layers: 1.06"),
         ((mixtures, row(ADD, model="dense", mixtures=False)), "measured 1.06"),
         ((row(ADD, model="dense"),), "measured 1.06"),
     ):
@@ -215,6 +215,21 @@ def test_what_layers_of_another_kind_gained_is_said_as_such() -> None:
         (reason,) = {each.reason for each in made.expected(ADD)}
         assert f"{quoted} times faster" in reason
         assert ("(mixtures" in reason) == (measured == (mixtures,))
+
+
+def test_of_a_site_that_quantises_nothing_the_figure_is_of_a_model_that_quantises_as_this_one() -> None:
+    """Nothing quantises in front of a decode step's ops; Kimi-K2.5's linears are of 16 bits, and DeepSeek-V3's of fp8."""
+    engine = engine_of(["DeepseekV3ForCausalLM"], target=SM90)
+    for name, config in (("deepseek-v3", BLOCK), ("kimi-k2.5", None)):
+        made = plan(model(name).specs(tp=8), SM90, config, engine)
+        (reason,) = {each.reason for each in made.expected("mla_decode") if ", mixtures" in each.reason}
+        assert f"({'DeepSeek-V3 in fp8' if config else 'Kimi-K2.5'}, a rank of eight, mixtures" in reason
+
+
+def test_a_models_own_figure_of_its_other_layers_is_no_other_models() -> None:
+    dense = row(GROUP, "silu_mul_group_quant", model="dense", mixtures=False)
+    found = {each.reason.split("; measured ")[1] for each in in_vllm(dense, config=BLOCK).expected(GROUP)}
+    assert {each.split("1.06")[0] for each in found} == {"", "on other layers: "}
 
 
 def test_what_was_measured_with_another_release_is_taken_and_said() -> None:
