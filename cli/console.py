@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,19 @@ def console(*, stderr: bool = False) -> Console:
 def prose_width(to: Console) -> int:
     """Columns of running text: those of a terminal, or 100 where there is none."""
     return to.width if to.is_terminal or os.environ.get("COLUMNS") else min(to.width, PROSE_WIDTH)
+
+
+def at_commas(said: str, width: int) -> str:
+    """A sentence whose words of more than a line are broken behind commas: rich would break them inside of a name."""
+    words = []
+    for word in said.split(" "):
+        lines = [""]
+        for piece in re.findall(r"[^,]*,|[^,]+", word) if len(word) > width else [word]:
+            if lines[-1] and len(lines[-1] + piece) > width:
+                lines.append("")
+            lines[-1] += piece
+        words.append("\n".join(lines))
+    return " ".join(words)
 
 
 def show(what: Any, to: Console, width: int | None = None) -> None:

@@ -19,7 +19,7 @@ from ..fusion.engine import SPELT
 from ..fusion.planning import ANY
 from ..fusion.sites import ROLES, UNREAD, stack_of
 from ..fusion.steps.linear import HELD
-from .console import prose_width, require_writable, show, write_text
+from .console import at_commas, prose_width, require_writable, show, write_text
 from .kinds import kinds_of, mixtures_of, ranges, rows_of, spec_dict
 from .summary import Footnotes, is_open, possible, show_summary, summed, with_tokens
 
@@ -38,7 +38,7 @@ ENGINE_TARGET = "sm90"
 """Of those where torch can use no GPU: H100s and H200s run most of them."""
 
 LARGEST_TP_LISTED = 64
-_SHOWN = ("fusions", "off", "rows", "paths", "read")
+_SHOWN = ("fusions", "off", "rows", "paths", "read", "planned_for")
 _WORDS = {"expected": "yes", "fallback": "fallback", "off": "off", "refused": "no", "not_applicable": "not applicable"}
 _STYLES = {"expected": "green", "fallback": "cyan", "off": "yellow", "refused": "red", "not_applicable": "dim"}
 
@@ -194,6 +194,7 @@ def plan_data(
         "tp": tp,
         "rank": rank,
         "engine": engine,
+        "planned_for": None if around is None else " ".join(filter(None, [around.name, around.release])),
         "target": decided.target.to_dict(),
         "config": decided.config.to_dict(),
         "num_hidden_layers": entry.num_hidden_layers,
@@ -371,7 +372,10 @@ def show_plan(data: dict[str, Any], to: Console, verbose: bool = False) -> None:
 
     about = ", ".join(filter(None, [data["hf_id"], f"adapter {data['adapter']}"]))
     to.print(Text.assemble((data["model"], "bold"), f" ({about})"))
-    to.print(f"rank {data['rank']} of {data['tp']}, {data['num_hidden_layers']} decoder layers, target {_target(data)}")
+    within = "" if data["planned_for"] is None else f", engine {data['planned_for']}"
+    to.print(
+        f"rank {data['rank']} of {data['tp']}, {data['num_hidden_layers']} decoder layers, target {_target(data)}{within}"
+    )
     if data["published"]:
         where = "as published" if data["read"] is None else f"as {data['read']} says"
         said = f"{where} (see --quant): {' | '.join(data['published'])}"
@@ -381,7 +385,7 @@ def show_plan(data: dict[str, Any], to: Console, verbose: bool = False) -> None:
     if data["notes"]:
         to.print()
     for note in data["notes"]:
-        show(Text(note), to, prose_width(to))
+        show(Text(at_commas(note, prose_width(to))), to, prose_width(to))
     if verbose:
         for kind in data["kinds"]:
             _show_kind(kind, data["engine_does"].values(), data["off"], notes, to)

@@ -9,6 +9,7 @@ from helpers import ROOT
 from layerfuse import registry
 from layerfuse.cli import planning
 from layerfuse.engines.transformers_facts import KEPT
+from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.sites import ROLES
 from layerfuse.registry.toml import written
 
@@ -452,6 +453,31 @@ def test_a_config_may_be_called_otherwise(run, tmp_path):
     config = json.loads((KIMI_CONFIG.parents[1] / "deepseek-v3" / "config.json").read_text())
     (tmp_path / "mine.json").write_text(json.dumps(config))
     assert run("plan", tmp_path / "mine.json").out.startswith("deepseek-v3 (deepseek-ai/DeepSeek-V3")
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_the_line_that_switches_on_breaks_behind_commas_alone(run, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = run("plan", "deepseek-v3", "--target", "sm90").out
+    names = out.split("LAYERFUSE_FUSIONS=", 1)[1].split(" switches", 1)[0]
+    assert "\n" in names and all(line.startswith("+") for line in names.split("\n"))
+    assert {each[1:] for each in names.replace("\n", "").split(",")} <= set(FUSIONS)
+    assert all(len(line) <= width for line in names.split("\n"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "engine"),
+    [
+        ([], ""),
+        (["--engine", "vllm"], ", engine vllm 0.33"),
+        (["--engine", "vllm", "--engine-version", "0.26"], ", engine vllm 0.26"),
+        (["--engine", "sglang"], ", engine sglang 0.5.23"),
+        (["--engine", "transformers"], ", engine transformers"),
+    ],
+)
+def test_the_head_names_the_engine_and_its_release(run, asked, engine):
+    head = run("plan", "kimi-k2.5", "--target", "sm90", *asked).out.split("\n")[1]
+    assert head == f"rank 0 of 1, 61 decoder layers, target sm90 (nvidia, fp8 e4m3fn){engine}"
 
 
 def test_an_engine_says_what_is_off_there_and_why(run):
