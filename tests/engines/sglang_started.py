@@ -9,6 +9,7 @@ transformers.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ def main(folder: str) -> dict[str, Any]:
     expected = made(folder)
     from sglang.srt.entrypoints.engine import Engine
 
+    # SGLang spawns its processes, each of which takes ten seconds to import it: here they are forked from one that has.
+    multiprocessing.set_forkserver_preload(["sglang.srt.managers.scheduler", "sglang.srt.models.registry"])
+    start = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: start("forkserver", force=force)
     engine = Engine(
         model_path=folder,
         device="cpu",
