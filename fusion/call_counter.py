@@ -188,7 +188,7 @@ class CallCounter:
                 reason = self.off or (
                     why_uncompiled(self._model, layer, self._report.why_hidden())
                     if placed
-                    else self._report.why_absent()
+                    else self._report.why_absent(site)
                 )
                 partly = f"{seen[site]} of {wanted} uses ran in a compiled graph; " if seen[site] else ""
                 missed.setdefault(expected[0], {})[site] = partly + reason

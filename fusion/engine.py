@@ -80,7 +80,7 @@ class Engine:
     keeps: Mapping[str, str] = field(factory=dict, converter=_own, validator=_reasons)
     "Fusion or role -> why there is nothing to fuse whatever is switched on, as a sentence."
     experts: str | None = field(default=None, validator=_sentence)
-    """Why no quantised fusion stands in front of a mixture's experts, nor in shared ones, as a sentence. None: nothing is known of them."""
+    """Why no quantised fusion stands in front of a mixture's experts, nor any in shared ones, as a sentence. None: nothing is known of them."""
     shared_apart: bool = False
     "Whether it calls shared experts by themselves, so that their linears are like any others."
     shared_routed: str | None = field(default=None, validator=_sentence)

@@ -524,6 +524,11 @@ class _Decider:
                 f"the linears that read the {site.role} site quantise inside of the op that multiplies, and nothing takes that out "
                 f"{'here' if engine is None else f'in {engine.name}: {engine.inside}'}"
             )
+        return self._why_hidden(site)
+
+    def _why_hidden(self, site: Site) -> str | None:
+        """Why nothing can stand where a mixture's experts read, nor in shared ones, since an engine runs them in ops of its own; None where it can."""
+        engine = self._engine
         # transformers' shared experts are linears like any others, and torch.compile sees them.
         apart = engine is None or engine.name == "transformers" or engine.shared_apart
         if engine is not None and engine.linears_apart:
@@ -554,6 +559,8 @@ class _Decider:
         site, quant = at.site, at.quant
         found = legality(fusion, site, self._target, quant, site.role in self._declared)
         unread = None if fusion.format is None else self._why_not_read(site, quant)
+        if fusion.format is None and site.role == ACTIVATION and self._engine is not None and self._engine.experts:
+            unread = self._why_hidden(site)
         if unread is not None and found.kind != "not_applicable":
             return Legality("not_applicable", unread)
         # What is not known of a site is of no account where the fusion is off, or has no place.

@@ -276,10 +276,9 @@ class Report:
             return self.last.missed.get(fusion, {}).get(site)
         rivals = {d.fusion for d in self.plan.at(site) if d.kind == "expected"}
         # A use without a miss was fused otherwise, or its graph is for a number of tokens at which nothing is expected.
-        what = "its norms are" if self.plan.site[site].multiplies is None else "a product that layerfuse knows is"
-        return None if uses or any(site in self._served(name) for name in rivals) else self.why_absent(what)
+        return None if uses or any(site in self._served(name) for name in rivals) else self.why_absent(site)
 
-    def why_absent(self, what: str = "its norms are") -> str:
+    def why_absent(self, site: str) -> str:
         """Why a site without a use in any graph so far has none, as a sentence."""
         if self.at_modules:
             return "nothing compiles the model, and no op was put in at this site before its first call"
@@ -293,6 +292,9 @@ class Report:
         loose = [sentence for record in self.records for sentence in record.unattributed]
         hint = f"; norms that match no site: {'; '.join(loose[:3])}" if loose else ""
         plural = "s" if len(self.records) > 1 else ""
+        placed = self.plan.site[site]
+        what = "its norms are" if placed.norms else "its chain is"
+        what = what if placed.multiplies is None else "a product that layerfuse knows is"
         return f"{what} in none of the {len(self.records)} compiled graph{plural}{hint}"
 
     def why_hidden(self) -> str | None:

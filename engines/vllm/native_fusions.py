@@ -72,7 +72,7 @@ EXPERTS = (
     "vLLM runs a mixture's experts, shared ones too, in ops of its own (vllm::moe_forward_shared), which take what they read "
     "unquantised, and which no graph shows"
 )
-"""Why no quantised fusion stands in front of experts, nor in shared ones."""
+"""Why no quantised fusion stands in front of experts, nor any in shared ones."""
 
 PASSES = (
     Pass(

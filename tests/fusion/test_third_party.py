@@ -77,6 +77,24 @@ try:
         strict(x)
 except fusion.FusionMissedError as error:
     said["strict"] = str(error)
+
+class NoProduct(MLP):
+    def forward(self, x):
+        return self.down_proj(self.gate_proj(x) + self.up_proj(x))
+
+torch._dynamo.reset()
+lost = fusion.compile(NoProduct(), specs=[("elsewhere", spec)])
+with torch.no_grad():
+    lost(x)
+said["lost"] = str(lost.report)
+
+from layerfuse.engines.vllm.releases import engine_of
+sm90 = fusion.Target.named("sm90")
+for release in ("0.26.0", "0.33.0"):
+    vllm = engine_of(("DeepseekV3ForCausalLM",), target=sm90, ranks=8, release=release)
+    inside = fusion.plan(specs, sm90, fusion.FusionConfig.parse("+{name},+add_rms_norm"), vllm)
+    of = [inside.expected({name!r}), inside.not_applicable({name!r}), inside.expected("add_rms_norm")]
+    said[release] = [[each.site for each in decisions] for decisions in of], of[1][0].reason
 from layerfuse import doctor
 said["doctor"] = [[found.name, found.detail] for found in doctor.diagnose().findings if {name!r} in found.detail]
 from layerfuse import bench
@@ -108,6 +126,12 @@ def test_it_is_known_everywhere(site: Path) -> None:
     assert said["any sizes"] == ["activation"]
     assert said["audit"] == [1, 1]
     assert f"{NAME} was expected" in said["strict"] and "neither of which is silu of a gate" in said["strict"]
+    assert "its chain is in none of the 1 compiled graph" in said["lost"]
+    for release in ("0.26.0", "0.33.0"):
+        (dense, experts, stream), why = said[release]
+        assert dense == [f"layers.{layer}.dense:activation" for layer in range(3)]
+        assert len(experts) == 58 and "moe_forward_shared" in why, "no graph shows a mixture's shared experts"
+        assert sum(site.endswith(":post_attention") for site in stream) == 61, "the norm in front of them is in the graph"
     entry_points = [detail for package, detail in said["doctor"] if package.startswith("fusions of layerfuse-example")]
     assert set(entry_points) == {f"known: {NAME}, {TIMES}, add_layer_norm"}
     assert said["own step"]["audit"] == [1, 1]
