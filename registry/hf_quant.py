@@ -9,25 +9,38 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from ..adapters.errors import FOREIGN, LayerfuseError, cut, shown
+from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
 from .published import LINEARS, Linears, QuantKind
 from .quant_methods import METHODS, UNREAD, MalformedError, UnreadError
 
 _NAMES: Mapping[Linears, tuple[str, ...]] = {
-    "attention": (
-        "self_attn.o_proj",
-        "self_attn.q_proj",
-        "self_attn.q_b_proj",
-        "self_attn.kv_b_proj",
-        "self_attn.k_proj",
-    ),
     "mlps": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     "shared_experts": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
     "experts": ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj"),
 }
-"""Of each, linears as checkpoints call them below a decoder layer."""
+"""Of each, linears as checkpoints call them below a decoder layer. Those of attention differ by its kind (`_attention`)."""
+
+
+def _attention(kind: LayerKind) -> list[list[str]]:
+    """The linears of such a layer, in each of the ways in which checkpoints cut them."""
+    if isinstance(kind, MLAKind):
+        queries = ["q_proj"] if kind.q_lora_rank == "none" else ["q_a_proj", "q_b_proj"]
+        ways = [["o_proj", *queries, "kv_a_proj_with_mqa", "kv_b_proj"]]
+    elif isinstance(kind, GQAKind) and not kind.shares_kv:
+        values = [] if kind.values_are_keys else ["v_proj"]
+        ways = [["o_proj", "q_proj", "k_proj", *values], ["o_proj", "qkv_proj"]]
+    elif isinstance(kind, GatedDeltaNetKind):
+        ways = [["o_proj", "q_proj", "k_proj", "v_proj"]]
+        if kind.output_norm.activation == "silu":  # Qwen's and Olmo's; Kimi's are called as its attention
+            ways += [["out_proj", "in_proj_qkvz"], ["out_proj", "in_proj_qkv", "in_proj_z"]]
+            return [[f"linear_attn.{name}" for name in way] for way in ways]
+    else:
+        ways = [["o_proj", "q_proj"]]
+    return [[f"self_attn.{name}" for name in way] for way in ways]
 
 
 _LEFT_OUT = (
@@ -43,13 +56,15 @@ _PATTERN = re.compile(r"[\w.*\\()|^$-]{1,200}")
 """Of the patterns of compressed-tensors those that are tried: a pattern may take longer than any file is worth."""
 
 
-def quant_of(said: Any, held: Sequence[Linears], total: int, file: str) -> tuple[dict[str, QuantKind], str | None]:
+def quant_of(
+    said: Any, held: Sequence[Linears], layers: Sequence[LayerKind], file: str
+) -> tuple[dict[str, QuantKind], str | None]:
     """The tables of an entry, and a note where there are none though the config has some.
 
     Args:
         said: its `quantization_config`, or None.
         held: what the model has linears of.
-        total: how many decoder layers there are.
+        layers: the kind of each decoder layer.
         file: what messages call the config.
 
     Raises:
@@ -61,7 +76,7 @@ def quant_of(said: Any, held: Sequence[Linears], total: int, file: str) -> tuple
         raise MalformedError(f'expected a table, as {{"quant_method": "fp8", ...}}, got {shown(said)}')
     noting = _Noting(said)
     try:
-        return _read(noting, held, total, file), None
+        return _read(noting, held, layers, file), None
     except UnreadError as why:
         return {}, f"quantization_config is not read: {why}; declare it under quant"
     except MalformedError:
@@ -97,7 +112,9 @@ class _Noting(Mapping[str, Any]):
         return repr(self._table)
 
 
-def _read(said: Mapping[str, Any], held: Sequence[Linears], total: int, file: str) -> dict[str, QuantKind]:
+def _read(
+    said: Mapping[str, Any], held: Sequence[Linears], layers: Sequence[LayerKind], file: str
+) -> dict[str, QuantKind]:
     method = said.get("quant_method")
     if method is not None and not isinstance(method, str):
         raise MalformedError(f'quant_method: expected a text, as "fp8", got {shown(method)}')
@@ -112,7 +129,7 @@ def _read(said: Mapping[str, Any], held: Sequence[Linears], total: int, file: st
     left = [text for key in _LEFT_OUT for text in _texts(said, key)]
     if len(left) > MOST_NAMES:
         raise UnreadError(f"it leaves out {len(left)} names")
-    linears = [each for each in LINEARS if each in held and not _is_left_out(each, left, total)]
+    linears = [each for each in LINEARS if each in held and not _is_left_out(each, left, layers)]
     if not linears:
         raise UnreadError("it leaves out every linear that is known here")
     kind = QuantKind(linears=linears, source=file, **reading(said))
@@ -134,15 +151,21 @@ def _texts(said: Mapping[str, Any], key: str) -> list[str]:
     return list(value)
 
 
-def _is_left_out(linears: Linears, left: Sequence[Any], total: int) -> bool:
+def _is_left_out(linears: Linears, left: Sequence[str], layers: Sequence[LayerKind]) -> bool:
     """Whether none of these linears is converted.
 
     Raises:
         UnreadError: some are, and some are not.
     """
-    names = [f"layers.{layer}.{name}" for layer in range(total) for name in _NAMES[linears]]
-    out = [name for name in names if any(_names(str(text), name) for text in left)]
-    if 0 < len(out) < len(names):
+    out: list[str] = []
+    whole = True
+    for index, kind in enumerate(layers):
+        ways = _attention(kind) if linears == "attention" else [[*_NAMES[linears]]]
+        paths = [[f"layers.{index}.{name}" for name in way] for way in ways]
+        named = {path: any(_names(text, path) for text in left) for path in dict.fromkeys(chain(*paths))}
+        out += [path for path, is_named in named.items() if is_named]
+        whole = whole and any(all(map(named.__getitem__, way)) for way in paths)
+    if out and not whole:
         raise UnreadError(f"it leaves out some of the {linears.replace('_', ' ')} ({cut(out[0])}), and not all")
     return bool(out)
 

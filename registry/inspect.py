@@ -186,12 +186,6 @@ def inspect(
     hub_name = _hub_name(config)
     mlps = {} if sibling is None else mlps_of(hf, total, sibling)
     experts = None if sibling is None else experts_of(hf, total, sibling, mlps)
-    said = config.get("quantization_config", values.get("quantization_config"))
-    try:
-        quant, unread = quant_of(said, list(held_by(mlps, values)), total, f"{file}, quantization_config")
-    except MalformedError as why:
-        raise ConfigError(file, [f"quantization_config: {why}{CORRECT}"], recognised) from None
-    hf.notes.extend([] if unread is None else [unread])
     entry = ModelEntry(
         name=own,
         adapter=adapter,
@@ -202,7 +196,6 @@ def inspect(
         layers={word: _with_code(kind, sibling) for word, kind in layers.items()},
         mlps=mlps,
         experts=experts,
-        quant=quant,
         norm_weight_offset=_offset(sibling, types) if hybrid is None else hybrid.offset,
         added_as_given=hybrid.as_given if hybrid is not None else sibling is None or sibling.added_as_given,
         attentions_per_layer=1 if sibling is None else sibling.attentions_per_layer,
@@ -216,6 +209,14 @@ def inspect(
     problems = contradictions(entry)
     if problems:
         raise ConfigError(file, problems, recognised)
+    kinds = [entry.layers[word] for word in entry.kind_at()]
+    said = config.get("quantization_config", values.get("quantization_config"))
+    try:
+        quant, unread = quant_of(said, list(held_by(mlps, values)), kinds, f"{file}, quantization_config")
+    except MalformedError as why:
+        raise ConfigError(file, [f"quantization_config: {why}{CORRECT}"], recognised) from None
+    hf.notes.extend([] if unread is None else [unread])
+    entry = attrs.evolve(entry, quant=quant)
     # Models of other code may have the same sizes.
     kin = [each for each in registry.models().values() if sibling is not None and each.adapter == sibling.adapter]
     same = _same(entry, kin)

@@ -372,6 +372,47 @@ def test_what_is_left_out_is_read_of_every_method() -> None:
         assert [kind.linears for kind in quant.values()] == [["mlps", "shared_experts", "experts"]], (key, notes)
 
 
+@pytest.mark.parametrize(
+    ("model", "kept"),
+    [
+        ("deepseek-v3", {"self_attn": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}),
+        ("qwen3-8b", {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj")}),
+        ("qwen3-8b", {"self_attn": ("qkv_proj", "o_proj")}),
+        (
+            "qwen3-next-80b-a3b",
+            {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "linear_attn": ("in_proj_qkvz", "out_proj")},
+        ),
+    ],
+)
+def test_the_attention_is_unquantised_where_each_of_its_linears_is_left_out(
+    model: str, kept: dict[str, tuple[str, ...]]
+) -> None:
+    """By the names that the layers have; one of them alone is a refusal, and so is one layer that has them all."""
+    names = [f"{part}.{name}" for part, several in kept.items() for name in several]
+
+    def left_out(names: list[str], layers: int = 200) -> Any:
+        paths = [f"model.layers.{layer}.{name}" for layer in range(layers) for name in names]
+        return found({**FP8, "modules_to_not_convert": paths}, model)
+
+    quant, notes = left_out(names)
+    assert notes == []
+    assert all("attention" not in kind.linears for kind in quant.values()) and quant
+    for some in (*([name] for name in names), names[1:]):
+        quant, notes = left_out(some)
+        assert (quant, len(notes)) == ({}, 1) and "it leaves out some of the attention" in notes[0], some
+    assert left_out(names, layers=1)[0] == {}
+    if len(kept) > 1:  # delta nets alone, or all layers but them
+        assert all(left_out([f"{part}.{name}" for name in several])[0] == {} for part, several in kept.items())
+
+
+def test_gates_that_are_left_out_leave_delta_nets_quantised() -> None:
+    """As in Qwen3-Next's own checkpoint in fp8."""
+    quant, notes = found(
+        {**FP8, "modules_to_not_convert": ["linear_attn.in_proj_ba", "mlp.gate"]}, "qwen3-next-80b-a3b"
+    )
+    assert notes == [] and "attention" in quant["fp8"].linears
+
+
 def test_linears_that_quantise_as_no_fusion_does_say_so() -> None:
     transformers = pytest.importorskip("transformers")
     config = {
