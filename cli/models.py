@@ -99,6 +99,8 @@ def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str 
                 raise NoConfigError(name, error.known) from None
             raise
     found = inspected(Path(config), registry)
+    if found.unread is not None:
+        print(f"layerfuse: {config}: {found.unread}", file=sys.stderr)
     if found.same_as:
         import attrs
 

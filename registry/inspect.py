@@ -83,6 +83,8 @@ class Inspection:
     "What was derived, what the config cannot say, and what is left to do."
     problems: tuple[str, ...] = ()
     "What the model's code contradicts, or what of it fits no known class: the entry is then a draft, and no answer."
+    unread: str | None = None
+    "Why its `quantization_config` is not read, which is one of the notes; None where it is, or there is none."
 
     def toml(self) -> str:
         """The entry as models.toml text, with the notes as comments. A draft is nothing but comments, so that it declares nothing."""
@@ -226,6 +228,7 @@ def inspect(
         recognised=tuple(recognised),
         same_as=same,
         differs=() if same or sibling is None else tuple(_differences(entry, sibling)),
+        unread=unread,
         notes=(*hf.notes, *([] if hybrid is not None else _unsaid(hf, entry, sibling, classes))),
     )
 

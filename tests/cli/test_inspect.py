@@ -566,3 +566,17 @@ def test_a_declared_model_that_is_quantised_otherwise_is_planned_by_its_own_conf
     assert "silu_mul_per_token_quant 36 36 [" in planned
     path.write_text(json.dumps(config), encoding="utf-8")
     assert "`layerfuse plan qwen3-4b` knows it without an entry" in run("inspect", path).err
+
+
+def test_a_plan_says_that_a_quantisation_is_not_read(run, tmp_path):
+    """As `inspect` notes it: of a copy of a declared model, and of one that is planned by its config alone."""
+    config = read_config(next(path for path in CHECKPOINTS if path.parent.name == "qwen3-4b"))
+    path = tmp_path / "config.json"
+    for other in ({}, {"num_hidden_layers": 3}):
+        unknown = {**config, **other, "quantization_config": {"quant_method": "other"}}
+        path.write_text(json.dumps(unknown), encoding="utf-8")
+        (line,) = [line for line in run("plan", tmp_path).err.splitlines() if "quantization_config" in line]
+        assert line.startswith(f"layerfuse: {path}: quantization_config is not read: its quant_method is 'other'")
+        assert line.removeprefix(f"layerfuse: {path}: ") in run("inspect", path).out
+        path.write_text(json.dumps({**config, **other}), encoding="utf-8")
+        assert "quantization_config" not in run("plan", tmp_path).err
