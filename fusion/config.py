@@ -1,11 +1,12 @@
 """Which fusions are wanted: an optimisation level, a switch per fusion, and whether a miss is an error.
 
-The environment variable `LAYERFUSE_FUSIONS` says the same in one line: `none`, `all`, `a,b` (only these), `-a` (all but a).
+The environment variable `LAYERFUSE_FUSIONS` says the same in one line: `none`, `all`, `a,b` (only these), `-a` (the default without a).
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -222,6 +223,9 @@ class FusionConfig:
                 f"FusionConfig.parse: expected a line such as 'all' or '-add_rms_norm', got {shown(text)}"
             )
         words = [word.strip() for word in text.split(",") if word.strip()]
+        if any(len(word.split()) > 1 for word in words):
+            apart = ",".join(re.sub(r"([+-])\s+", r"\1", text).replace(",", " ").split())
+            raise FusionConfigError(f"{origin}: names are separated by commas: write {shown(apart, 400)}")
         if words == ["none"]:
             return cls(level=0, origin=origin, strict=strict)
         if words == ["all"]:
@@ -236,8 +240,14 @@ class FusionConfig:
             raise FusionConfigError(f"{origin}: {signed[1:]!r} takes no sign, got {shown(signed)}")
         alone = next((word for word in words if word in ("none", "all")), None)
         if alone is not None:
+            without = ",".join(word for word in words if word[0] == "-")
+            hint = (
+                f"; no line says all but some: write {shown(without, 400)} for what is on by default without it, or name, without signs, "
+                "each that is wanted (`layerfuse bench --list` lists them)"
+            )
             raise FusionConfigError(
                 f"{origin}: {alone!r} stands alone, and {cut(', '.join(words))} are {len(words)} words"
+                + (hint if alone == "all" and without else "")
             )
         names = {word: _known(word[1:] if word[0] in "+-" else word, origin) for word in words}
         check_signs(words, origin)

@@ -37,8 +37,22 @@ def test_words_that_stand_alone() -> None:
             fusion.FusionConfig.parse(line)
     with pytest.raises(FusionConfigError, match="'none' stands alone"):
         fusion.FusionConfig.parse("none,add_rms_norm")
+    what_to_do = "no line says all but some: write '-mla_decode' for what is on by default without it, or name, without signs, each"
+    with pytest.raises(FusionConfigError, match=what_to_do):
+        fusion.FusionConfig.parse("all,-mla_decode")
     with pytest.raises(TypeError, match="expected a line such as"):
         fusion.FusionConfig.parse(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "line", ["+add_rms_norm -mla_decode", "+ add_rms_norm\t,- mla_decode", " +add_rms_norm  -mla_decode,"]
+)
+def test_names_that_no_comma_separates(line: str) -> None:
+    with pytest.raises(FusionConfigError) as raised:
+        fusion.FusionConfig.parse(line)
+    good = "+add_rms_norm,-mla_decode"
+    assert str(raised.value) == f"FusionConfig.parse: names are separated by commas: write '{good}'"
+    assert dict(fusion.FusionConfig.parse(good).switches) == {"add_rms_norm": True, "mla_decode": False}
 
 
 def test_of_what_is_asked_of_a_plan_and_a_report() -> None:
