@@ -337,11 +337,7 @@ def environment(*, on: str, has_torch: bool, engines: Iterable[str] = ()) -> lis
         except FusionConfigError as error:
             findings.append(Finding(name=WANTED, state="broken", detail=str(error)))
     if forced := os.environ.get(BACKEND, ""):
-        findings.append(
-            _forced(BACKEND, forced, on)
-            if has_torch
-            else Finding(name=BACKEND, state="found", detail=f"{forced}; unknown without torch")
-        )
+        findings.append(_forced(BACKEND, forced, on) if has_torch else _declared(BACKEND, forced))
     if os.environ.get(SHADOW, "").strip():
         try:
             calls = shadow_calls()
@@ -396,6 +392,17 @@ def _forced(variable: str, forced: str, on: str) -> Finding:
     return Finding(name=variable, state="found", detail=f"{forced}, for every op that has it{rest}")
 
 
+def _declared(variable: str, forced: str) -> Finding:
+    """A forced backend where there is no torch, so that no op is registered."""
+    from .fusion import backends
+
+    try:
+        backends.check_declared()
+    except backends.BackendError as error:
+        return Finding(name=variable, state="broken", detail=str(error))
+    return Finding(name=variable, state="found", detail=f"{forced}; unknown without torch")
+
+
 # ---- what follows ----------------------------------------------------------------------------------------------------
 
 
@@ -403,23 +410,38 @@ def _enables(found: dict[str, Finding]) -> list[str]:
     def has(name: str) -> bool:
         return found[name].state == "found"
 
-    unknown = "LAYERFUSE_FUSIONS" in found and not has("LAYERFUSE_FUSIONS")
-    planned = "" if unknown else "`plan`, "
+    wrong = _misnamed(found)
+    planned = "" if wrong else "`plan`, "
     sentences = [f"specs, models.toml, {planned}`inspect` and `check`: yes, they need none of this"]
     if not has("torch"):
         return [*sentences, "reading layers and compiling with fusions: no, torch is missing (pip install torch)"]
     device = "cuda" if has("gpu") else "cpu"
-    if unknown:
-        return [*sentences, "plans and fusions: no, LAYERFUSE_FUSIONS cannot be read (above)"]
+    if wrong:
+        return [*sentences, f"plans and fusions: no, {wrong} (above)"]
     sentences += _fusions_on(device)
     if not has("c++ compiler"):
         sentences.append("torch.compile on the CPU: no, without a C++ compiler")
-    if has("transformers") and has("c++ compiler"):
+    if "LAYERFUSE_BACKEND" in found and not has("LAYERFUSE_BACKEND"):
+        sentences.append("`verify`: no, the backend that LAYERFUSE_BACKEND forces does not run here (above)")
+    elif has("transformers") and has("c++ compiler"):
         sentences.append("`verify` and `contract`: yes")
     else:
         missing = [name for name in ("transformers", "c++ compiler") if not has(name)]
         sentences.append(f"`verify`: no, without {' and '.join(missing)}")
     return sentences
+
+
+def _misnamed(found: dict[str, Finding]) -> str | None:
+    """Which variable names what does not exist, so that nothing is planned, as part of a sentence."""
+    from .fusion import backends
+
+    if "LAYERFUSE_FUSIONS" in found and found["LAYERFUSE_FUSIONS"].state == "broken":
+        return "LAYERFUSE_FUSIONS cannot be read"
+    try:
+        backends.check_declared()
+    except backends.BackendError:
+        return "LAYERFUSE_BACKEND names no backend"
+    return None
 
 
 def _fusions_on(device: str) -> list[str]:

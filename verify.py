@@ -167,16 +167,18 @@ def verify(
     Raises:
         NotBuildableError: transformers has no such model.
         FusionConfigError: LAYERFUSE_FUSIONS names a fusion that does not exist.
+        BackendError: LAYERFUSE_BACKEND names a backend that no op has.
     """
     import torch
     from torch._inductor import config as inductor
 
     from . import registry as package
-    from .fusion import FusionConfig, keep_recurrences
+    from .fusion import FusionConfig, backends, keep_recurrences
     from .testing import small_model
 
     registry = package.default if registry is None else registry
     FusionConfig.from_environment()  # before minutes of work
+    backends.check_declared()
     device = device_of(device)
     started = time.perf_counter()
     few = one_of_each(entry)

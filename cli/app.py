@@ -213,9 +213,9 @@ def plan(
         raise click.UsageError("--engine-version and --enforce-eager go with --engine vllm")
     if release is not None and not release.strip():
         raise click.BadParameter("expected a release, as v0.1.18, got an empty text", param_hint="--aiter")
-    from .planning import check_backend
+    from ..fusion import backends
 
-    check_backend()
+    backends.check_declared()  # what is planned would run with it
     if all_tp:
         if (batch, context, engine, quant) != (None, None, None, ()) or (tp, rank) != (1, 0):
             raise click.UsageError(

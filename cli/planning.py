@@ -464,22 +464,6 @@ def as_published(entry: ModelEntry, quant: Sequence[str]) -> bool:
     return bool(entry.quant) and all("=" in words for words in quant)
 
 
-def check_backend() -> None:
-    """Check the backend that the environment forces, as what is planned would run with it. Needs no torch.
-
-    Raises:
-        BackendError: no op has one of that name.
-    """
-    from ..fusion import FUSIONS, backends
-    from ..fusion.backends.backend import installed
-    from ..fusion.declare import BACKENDS, REFERENCE
-
-    declared = {REFERENCE, *BACKENDS, *(kernel.backend for fusion in FUSIONS.values() for kernel in fusion.backends)}
-    if backends.forced() not in (None, *declared):  # packages' code is imported where it may matter
-        declared.update(name for name, found in installed().items() if isinstance(found, type))
-        backends.check_forced(declared)
-
-
 def config_for(quant: Sequence[str]) -> FusionConfig:
     """What the environment wants, and the quantisation that was asked about, which level 1 would refuse.
 

@@ -30,11 +30,13 @@ def answer_verify(
         CannotVerifyError: something that is needed is not installed.
         CannotWriteError: the file for the results cannot be written.
         FusionConfigError: LAYERFUSE_FUSIONS names a fusion that does not exist.
+        BackendError: LAYERFUSE_BACKEND names a backend that no op has.
     """
-    from ..fusion import FusionConfig
+    from ..fusion import FusionConfig, backends
 
     # Before minutes of work:
     FusionConfig.from_environment()
+    backends.check_declared()
     require_writable(json)
     from .. import verify as job
 

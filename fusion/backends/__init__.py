@@ -253,6 +253,22 @@ def check_forced(declared: Iterable[str] = ()) -> None:
         )
 
 
+def check_declared() -> None:
+    """As `check_forced`, by what is declared: it needs no torch, without which no op is registered.
+
+    Raises:
+        BackendError: no op has the backend that is forced.
+    """
+    from ..catalog import FUSIONS
+    from ..declare import BACKENDS, REFERENCE
+    from .backend import installed
+
+    declared = {REFERENCE, *BACKENDS, *(kernel.backend for fusion in FUSIONS.values() for kernel in fusion.backends)}
+    if forced() not in (None, *declared):  # packages' code is imported where it may matter
+        declared.update(name for name, found in installed().items() if isinstance(found, type))
+        check_forced(declared)
+
+
 def _load(backend: Backend) -> str | None:
     """Load a backend once. None when it is loaded, else why it cannot be, for good."""
     if backend not in _loaded and backend not in _broken:

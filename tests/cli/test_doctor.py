@@ -3,6 +3,7 @@ import sys
 
 import attrs
 import pytest
+import torch
 
 from layerfuse import doctor
 from layerfuse.engines import defaults
@@ -379,6 +380,23 @@ def test_a_name_with_which_vllm_would_not_start_is_no_yes(packages, run, monkeyp
     found = json.loads(answer.out)["findings"]
     assert (answer.code, found["inside vllm"]["state"]) == (0, "found")
     assert found["LAYERFUSE_FUSIONS"]["state"] == "found"
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("referense", "plans and fusions: no, LAYERFUSE_BACKEND names no backend (above)"),
+        ("aiter", "`verify`: no, the backend that LAYERFUSE_BACKEND forces does not run here (above)"),
+    ],
+)
+def test_what_a_forced_backend_leaves_is_no_yes(run, monkeypatch, backend, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("LAYERFUSE_BACKEND", backend)
+    enables = json.loads(run("doctor", "--json").out)["enables"]
+    assert said in enables
+    assert not any("yes" in sentence and ("`verify`" in sentence or "fusions on" in sentence) for sentence in enables)
+    plans = run("plan", "deepseek-v3").code == 0
+    assert any("`plan`" in sentence and "yes" in sentence for sentence in enables) is plans is (backend == "aiter")
 
 
 def test_an_environment_that_forces_nothing_is_not_mentioned(run, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from layerfuse import registry, verify
+from layerfuse.fusion.backends import BackendError
 from layerfuse.fusion.config import FusionConfigError
 
 
@@ -87,13 +88,21 @@ def test_no_compiler_is_said_with_the_remedy(run, monkeypatch):
     assert "finds no C++ compiler" in answer.err
 
 
-def test_a_typo_in_the_environment_is_told_before_anything_runs(run, monkeypatch):
-    monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_dual_rmsnorm")
+@pytest.mark.parametrize(
+    ("variable", "typo", "meant", "error"),
+    [
+        ("LAYERFUSE_FUSIONS", "mla_dual_rmsnorm", "mla_dual_rms_norm", FusionConfigError),
+        ("LAYERFUSE_BACKEND", "trition", "triton", BackendError),
+    ],
+)
+def test_a_typo_in_the_environment_is_told_before_anything_runs(run, monkeypatch, variable, typo, meant, error):
+    monkeypatch.setenv(variable, typo)
     monkeypatch.setattr(verify, "require", lambda *_: pytest.fail("work has started"))
+    monkeypatch.setattr(verify, "one_of_each", lambda *_: pytest.fail("a model is built"))
     answer = run("verify", "deepseek-v3")
     assert answer.code == 2
-    assert "did you mean 'mla_dual_rms_norm'" in answer.err
-    with pytest.raises(FusionConfigError):
+    assert f"did you mean '{meant}'" in answer.err
+    with pytest.raises(error):
         verify.verify(registry.model("deepseek-v3"))
 
 

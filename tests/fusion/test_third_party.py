@@ -131,7 +131,9 @@ def test_it_is_known_everywhere(site: Path) -> None:
         (dense, experts, stream), why = said[release]
         assert dense == [f"layers.{layer}.dense:activation" for layer in range(3)]
         assert len(experts) == 58 and "moe_forward_shared" in why, "no graph shows a mixture's shared experts"
-        assert sum(site.endswith(":post_attention") for site in stream) == 61, "the norm in front of them is in the graph"
+        assert sum(site.endswith(":post_attention") for site in stream) == 61, (
+            "the norm in front of them is in the graph"
+        )
     entry_points = [detail for package, detail in said["doctor"] if package.startswith("fusions of layerfuse-example")]
     assert set(entry_points) == {f"known: {NAME}, {TIMES}, add_layer_norm"}
     assert said["own step"]["audit"] == [1, 1]
@@ -609,12 +611,12 @@ WITH_BACKENDS = """
 import json, os, torch, warnings
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
-    from layerfuse.cli.planning import check_backend
+    from layerfuse.fusion.backends import check_declared
     os.environ["LAYERFUSE_BACKEND"] = "fast"
-    check_backend()
+    check_declared()
     os.environ["LAYERFUSE_BACKEND"] = "absent"
     try:
-        check_backend()
+        check_declared()
     except LookupError as error:
         absent = str(error)
     del os.environ["LAYERFUSE_BACKEND"]
