@@ -314,7 +314,7 @@ def build_like(architecture: str, *, quant: Mapping[str, Any] | None = None) -> 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(whole))
         name = whole["architectures"][0]
-        return build_in(folder, name, recipe, draft=like.draft)[0]
+        return build_in(folder, name, recipe, draft=like.draft, text=like.of)[0]
 
 
 def build_default(
@@ -330,15 +330,20 @@ def build_default(
 
 
 def build_in(
-    folder: str, architecture: str, recipe: Recipe, *, tp: int = 1, rank: int = 0, draft: bool = False
+    folder: str, architecture: str, recipe: Recipe, *, tp: int = 1, rank: int = 0, draft: bool = False, text: str = ""
 ) -> tuple[nn.Module, Any]:
-    """Build the model whose config lies in a folder as one of several ranks, or a draft for it: the model, and its text config."""
+    """Build the model whose config lies in a folder as one of several ranks, or a draft for it: the model, and its text config.
+
+    ``text``: the architecture that it has inside, which is then the one of `DEFAULTS` and not vLLM's for this platform.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_gpu())
         stack.enter_context(kernels())
         model_class = import_model(recipe.model_class)
         if not draft:
             ModelRegistry.register_model(architecture, model_class)
+        if text in DEFAULTS:
+            ModelRegistry.register_model(text, import_model(DEFAULTS[text].model_class))
         stack.enter_context(mock.patch.object(VllmConfig, "use_v2_model_runner", True))
         config = config_on_cpu(
             folder,
