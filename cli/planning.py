@@ -17,7 +17,7 @@ from ..fusion.config import ENVIRONMENT, NEEDS_LEVEL, FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
 from ..fusion.engine import SPELT
 from ..fusion.planning import ANY
-from ..fusion.sites import ROLES, UNREAD, stack_of
+from ..fusion.sites import ROLES, UNREAD, sites_in_words, stack_of
 from ..fusion.steps.linear import HELD
 from .console import at_commas, prose_width, require_writable, show, write_text
 from .kinds import kinds_of, mixtures_of, ranges, rows_of, spec_dict
@@ -264,8 +264,7 @@ def _left_alone(decided: Plan) -> list[str]:
 
 def _count(decisions: Iterable[Decision]) -> str:
     """At how many sites something is decided."""
-    count = len({each.site for each in decisions})
-    return f"{count} site{'' if count == 1 else 's'}"
+    return sites_in_words(len({each.site for each in decisions}))
 
 
 def _uncompiled(decided: Plan) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..fusion.planning import ANY, UNKNOWN
+from ..fusion.sites import sites_in_words
 from .console import prose_width, show
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Footnotes:
         grid.add_column(max_width=width - len(str(len(self._numbers))) - 3)
         for reason, number in self._numbers.items():
             count = len(self._sites[reason])
-            grid.add_row(f"[{number}]", f"{count} site{'' if count == 1 else 's'}: {reason}")
+            grid.add_row(f"[{number}]", f"{sites_in_words(count)}: {reason}")
         return grid
 
 

@@ -13,6 +13,7 @@ from ..adapters.errors import LayerfuseError
 from ..fusion.catalog import FUSIONS
 from ..fusion.planning import Plan
 from ..fusion.report import FusionMissedError, Missed
+from ..fusion.sites import sites_in_words
 from .compiled_module import CompiledModule
 from .host import here
 from .process import of_each_class
@@ -255,10 +256,6 @@ class Outcome:
         return rows
 
 
-def _sites(count: int) -> str:
-    return f"{count} site{'' if count == 1 else 's'}"
-
-
 def lines_of(outcome: Outcome) -> list[str]:
     """The outcome for people: a line for each fusion that concerns the model, and what of it did not happen."""
     missed, engine = outcome.missed, outcome.plan.engine
@@ -266,7 +263,7 @@ def lines_of(outcome: Outcome) -> list[str]:
     if engine is not None and "*" in engine.refuses:
         names = ", ".join(filter(outcome.plan.concerns, FUSIONS))
         count = len({decision.site for decision in outcome.plan.refused()})
-        return [f"{names}: cannot stand at {_sites(count)}: {engine.refuses['*']}"] if names else lines
+        return [f"{names}: cannot stand at {sites_in_words(count)}: {engine.refuses['*']}"] if names else lines
     for name in filter(outcome.plan.concerns, FUSIONS):
         called = _calls(name, outcome)
         fused = len(outcome.fused(name))
@@ -277,7 +274,9 @@ def lines_of(outcome: Outcome) -> list[str]:
                 ("off" if each.reason in off else "cannot stand", _FIGURES.sub("", each.reason))
                 for each in outcome.plan.refused(name)
             )
-            lines += [f"{name}: {word} at {_sites(count)}: {reason}" for (word, reason), count in reasons.items()]
+            lines += [
+                f"{name}: {word} at {sites_in_words(count)}: {reason}" for (word, reason), count in reasons.items()
+            ]
             continue
         lines.append(f"{name}: {expected} expected, {fused} fused, {len(missed.get(name, {}))} missed{called}")
         lines += [f"  missed: {line}" for line in _grouped(missed.get(name, {}))]

@@ -45,6 +45,11 @@ EXPERTS = "experts"
 DECODE = "decode"
 
 
+def sites_in_words(count: int) -> str:
+    """`1 site`, `2 sites`."""
+    return f"{count} site{'' if count == 1 else 's'}"
+
+
 @frozen
 class Role:
     """What stands at one kind of site."""

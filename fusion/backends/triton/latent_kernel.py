@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806 (a launcher counts rows; constants of a kernel are written in capitals)
+# ruff: noqa: N803, N806 (constants of a kernel are written in capitals)
 """The kernel of `mla_norm_rope_cache`: the query side as `dual_norm` has it, the key/value side straight to its slot.
 
 What the constants of the norms mean is said in `kernels`, what broken input gives in `ops.rope` and `ops.quantisation`.
