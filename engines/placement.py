@@ -14,6 +14,7 @@ from torch import nn
 from ..fusion.ops.agreement import RankDisagreementError, agree
 from ..fusion.report import Use
 from ..fusion.rewrite.unknown_norms import UnknownNorm
+from ..fusion.sites import Site
 from .host import here
 
 _looking: list[int] = []
@@ -24,6 +25,16 @@ _looking: list[int] = []
 def looking() -> Iterator[None]:
     """Look at the run that this thread makes: an engine's other micro-batches run in threads of their own beside it."""
     _looking.append(get_ident())
+    try:
+        yield
+    finally:
+        _looking.pop()
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Look at nothing meanwhile: what is only tried out is no call of the run."""
+    _looking.append(0)  # no thread
     try:
         yield
     finally:
@@ -89,6 +100,10 @@ class Placement(ABC):
     def told(self, counted: Counter[str]) -> Counter[str]:
         """Calls of ops in that run as its report tells them. An MLA layer is counted in a step that decodes nothing too, in which its op is not called."""
         return counted | sum(self.ran.values(), Counter())
+
+    def covers(self, site: Site) -> bool:  # noqa: ARG002 (for those that do)
+        """Whether what stands here ran in the place of another site's op."""
+        return False
 
     @property
     def key(self) -> str:

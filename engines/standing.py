@@ -400,6 +400,8 @@ class Standing(Placement):
         at = self.compiled.plan.site[site]
         if at.role == OUTPUT and site not in self.given:
             return None  # an engine skips the recurrence, and all that is inside of it, where there is no cache yet
+        if any(each.covers(at) for each in self.compiled.placements.values()):
+            return None
         not_called = NOT_CALLED.format(engine=here().name, what=_what(at))
         return self._other(site) or (NOT_TAKEN if site in self.forms else not_called)
 

@@ -40,7 +40,11 @@ def _with(fusion: str) -> dict[str, Arm]:
     return {**_ARMS, "fused": Arm((*FUSED, fusion), "sglang"), "all": Arm((*ALL, fusion), "sglang")}
 
 
-_MLA, _GATED = _with("mla_dual_rms_norm_group_quant"), _with("gated_rms_norm_group_quant")
+_DUAL = "mla_dual_rms_norm_group_quant"
+_MLA, _GATED = (
+    {**_with(_DUAL), "mla_decode": Arm((*FUSED, _DUAL, "mla_decode"), "sglang")},
+    _with("gated_rms_norm_group_quant"),
+)
 _WAYS = {
     "sglang": Way(),
     "triton": Way(engine={"fp8_gemm_runner_backend": "triton"}),

@@ -14,6 +14,7 @@ from ...fusion.catalog import FUSIONS
 from ...fusion.catalog.few_token_linear import BLOCKS
 from ...fusion.engine import Engine
 from ...fusion.target import Target
+from .decode_facts import NAME, planned
 
 RELEASE = "0.5.23"
 """Of which this is known."""
@@ -116,7 +117,7 @@ def engine_of(
     mixture = next(filter(None, mixtures), None)
     shared = (_why_shared_routed(each, target, mixture) for each in architectures)
     nothing = next(filter(None, map(_why_nothing, architectures)), None)
-    without = [name for name in FUSIONS if name not in SEAMS and name != BLOCKS]
+    without = [name for name in FUSIONS if name not in SEAMS and name not in (BLOCKS, NAME)]
     nowhere = f"{UNCOMPILED}, and layerfuse knows no place for it in SGLang's code yet"
     refuses = dict.fromkeys(without, nowhere)
     for each in ADDS_ITSELF.intersection(architectures):
@@ -127,7 +128,7 @@ def engine_of(
         refuses.update(
             dict.fromkeys(gated, f"layerfuse knows no place in SGLang's Mixer2RMSNormGated, which {each} has")
         )
-    return Engine(
+    engine = Engine(
         name="sglang",
         release=RELEASE,
         uncompiled=UNCOMPILED,
@@ -139,6 +140,7 @@ def engine_of(
         linears={},
         linears_apart=True,
     )
+    return planned(engine, architectures)
 
 
 def _why_shared_routed(architecture: str, target: Target | None, mixture: ExpertsSpec | None) -> str | None:

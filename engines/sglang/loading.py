@@ -12,12 +12,13 @@ from ...adapters.specs import AnySpec
 from ...fusion.engine import Engine
 from ...fusion.live_plan import module_index_of
 from ...fusion.planning import plan, unfound
-from ...fusion.sites import Site
+from ...fusion.sites import DECODE, Site
 from ...fusion.target import target_of
 from ..compiled_module import CompiledModule
 from ..loading import device_of, linears_left, nothing, say_unknown, tell_unfound
 from ..options import Options
 from . import products
+from .decode_facts import why_not_here
 from .facts import engine_of
 from .host import SGLANG
 
@@ -25,7 +26,7 @@ from .host import SGLANG
 def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
     """What layerfuse plans in the model of a `ModelRunner`; None where nothing of it is read.
 
-    Where nothing can be done in it, which is said once, the plan is one of reasons, for the report, and nothing of it is `active`.
+    Where nothing can be done in it, which is said once, the plan is one of reasons, for the report, and nothing of it is expected.
 
     Raises:
         LayerfuseError: a layer cannot be read.
@@ -70,7 +71,7 @@ def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
     compiled.find_unfound = without.copy
     if refused is None:
         tell_unfound(model, without, stops)
-    if not compiled.active:
+    if not compiled.plan.expected():
         compiled.strict = False  # nothing is expected
         if refused is None and not (without and options.names_alone):
             nothing(model, "no site of it has a fusion that is on", stops)
@@ -102,4 +103,14 @@ def _engine(runner: Any) -> Engine:
         why = "enable_torch_compile is set, and layerfuse was not tried inside of what SGLang compiles"
     elif get_fused_op_backend() is not None:
         why = "SGLANG_FORCE_FUSED_OP_BACKEND chooses the kernels of SGLang's ops"
-    return engine if why is None else attrs.evolve(engine, refuses={"*": why})
+    if why is not None:
+        return attrs.evolve(engine, refuses={"*": why})
+    decode = why_not_here(_decodes_by(), arguments)
+    return engine if decode is None else attrs.evolve(engine, refuses={DECODE: decode, **engine.refuses})
+
+
+def _decodes_by() -> str | None:
+    """What attends in decode steps; None where SGLang has not chosen it yet."""
+    from sglang.srt.runtime_context import attention_backends, publish_role
+
+    return None if publish_role() is None else attention_backends()[1]

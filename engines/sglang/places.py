@@ -10,13 +10,14 @@ from typing import Literal
 from ..defaults import in_words
 from ..hooks import check_source
 from . import ASKED
+from .decode_facts import HOOKS
 from .hooks import LOADED, PRODUCTS
 from .host import SGLANG
 from .seams import LINEARS, SEAMS
 
 
 def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
-    """The hook, every class that a fused op can stand in, then the products: the name, what is done there, and what is not as expected.
+    """The hook, every class that a fused op can stand in, then the products and MLA's decode steps: the name, what is done there, and what is not as expected.
 
     Args:
         folder: of the package sglang.
@@ -28,7 +29,7 @@ def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
         yield ":".join(key), can, next(filter(None, (check_source(seam.hook, folder) for seam in several)), None)
     takes = "linears take there what such a norm has quantised"
     yield LINEARS.hook.place, takes, check_source(LINEARS.hook, folder)
-    yield from ((hook.place, hook.does, check_source(hook, folder)) for hook in PRODUCTS)
+    yield from ((hook.place, hook.does, check_source(hook, folder)) for hook in (*PRODUCTS, *HOOKS))
 
 
 def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "broken"], str]:

@@ -106,17 +106,18 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _say_where_defaults_come_from(runner)
         from ...fusion.ops.quantisation import Scaling, scale_groups
         from ..standing import at_first_call
-        from . import products
+        from . import decode, products
         from .loading import compiled_module_of
         from .seams import SEAMS
 
         compiled = compiled_module_of(runner, options)
-        if compiled is not None and not compiled.active:
+        if compiled is not None and not compiled.plan.expected():
             _finish(compiled)
         elif compiled is not None:
             if multiplies_by_the_largest_over_amax():
                 scale_groups(Scaling.OF_AMAX)
             products.put_in(compiled, runner.model)
+            decode.put_in(compiled, runner.model)
             at_first_call(runner.model, compiled, SEAMS, lambda _: None, _finish)
     except Exception as error:
         if options.strict:

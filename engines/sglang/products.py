@@ -33,6 +33,7 @@ from ..handover import why_products_apart
 from ..hooks import HookError, check
 from ..linears import UNFIT, AtSeams, fits
 from ..native import Native, NotNativeError, native_function
+from ..placement import is_looked_at
 from ..process import once
 from ..whose import module_of
 from .hooks import PRODUCTS
@@ -224,10 +225,10 @@ def _product(
             return theirs()
         made: Tensor
         if input_scale is None and input.dtype == torch.bfloat16:
-            ran[LINEAR._opname] += 1
+            ran[LINEAR._opname] += is_looked_at()
             made = LINEAR(input, weight, weight_scale, False, True, block_linear)
         elif input_scale is not None and input_scale.dtype == torch.float32:
-            ran[BLOCK_LINEAR._opname] += 1
+            ran[BLOCK_LINEAR._opname] += is_looked_at()
             made = BLOCK_LINEAR(input, input_scale, weight, weight_scale, torch.bfloat16, True, block_product)
         else:
             made = theirs()

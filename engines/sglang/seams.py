@@ -45,14 +45,14 @@ def _norm(
     return Seam(fusion=fusion, hook=hook, **more)
 
 
-def _chosen(op: Any) -> None:
+def chosen(op: Any) -> None:
     """Let SGLang choose the method that an op's `forward` calls, as it would at its first call, so that it can be looked at."""
     if op._forward_method is None:
         op._forward_method = op._resolve_forward_method()
 
 
 def _plain(norm: Any) -> bool:
-    _chosen(norm)
+    chosen(norm)
     return bool(
         norm.has_weight
         and norm.variance_size_override is None
@@ -65,7 +65,8 @@ def _plain(norm: Any) -> bool:
     )
 
 
-def _latent(norm: Any) -> bool:
+def is_plain_latent(norm: Any) -> bool:
+    """Whether a norm of MLA's computes what its spec says and nothing else."""
     return (type(norm).__module__, type(norm).__qualname__) == (_NORMS, "RMSNorm") and _plain(norm)
 
 
@@ -77,7 +78,7 @@ def _quantises(norm: Any) -> bool:
 
 
 def _alone(op: Any) -> bool:
-    _chosen(op)
+    chosen(op)
     return True
 
 
@@ -117,7 +118,7 @@ _CALLERS = (
 
 
 def _both(fusion: str, **more: Any) -> Seam:
-    return Seam(fusion=fusion, hook=_CALLERS[0], callers=_CALLERS, plain=_latent, **more)
+    return Seam(fusion=fusion, hook=_CALLERS[0], callers=_CALLERS, plain=is_plain_latent, **more)
 
 
 SEAMS = (

@@ -15,6 +15,6 @@ FUSIONS = (
         roles=(DECODE,),
         chain=(Decode(op=MLA_QUERY_ABSORB, quantised=MLA_QUERY_ABSORB_STATIC_QUANT),),
         opt_in=True,
-        nowhere="there is a place for it in vLLM's MLA layers alone",
+        nowhere="there is a place for it in MLA layers of vLLM and SGLang alone",
     ),
 )

@@ -56,7 +56,8 @@ class Kernels:
         self, x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, *_: Any, output_dtype: Any
     ) -> Tensor:
         rows = x.float() * x_scale.repeat_interleave(128, -1)
-        columns = weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        scales = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        columns = weight.float() * scales[: len(weight), : weight.shape[1]]
         return (rows @ columns.t()).to(output_dtype)
 
     def linear(

@@ -1,0 +1,444 @@
+"""MLA's decode chain inside SGLang: its own layers, cache and attention backend, built on a CPU, with `mla_decode` and without.
+
+Plain torch stands for the attention kernel, for the kernel that writes the cache, and for those of fp8 linears, and for nothing else.
+Run by `make test-engines` in an environment of its own.
+"""
+# ruff: noqa: F811  (fixtures of other files are parameters here)
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("sglang_layers")
+from sglang_host import server_args, sglang_parallel  # isort: skip  (before sglang)
+from sglang_layers import build_of  # isort: skip
+import torch
+from sglang.srt.layers.attention import flashattention_backend
+from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend, FlashAttentionMetadata
+from sglang.srt.layers.layer_boundary import get_attn_tp_context
+from sglang.srt.layers.layer_boundary.adapters.attention import AttentionInputs
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models import deepseek_v2
+from sglang.srt.models.deepseek_common import deepseek_weight_loader
+from test_sglang_handover import DEEPSEEK, Kernels, deepseek, fill, kernels  # noqa: F401 (a fixture)
+from test_sglang_plugin import fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
+from torch import Tensor, nn
+from whole_models import ENTRIES
+
+from layerfuse import registry
+from layerfuse.engines import trial
+from layerfuse.engines.native import native_methods
+from layerfuse.engines.rank_report import rank_report_of
+from layerfuse.engines.sglang import decode, decode_facts, facts, loading, plugin, products
+from layerfuse.engines.sglang.loading import compiled_module_of
+from layerfuse.fusion import FusionConfig, Target, plan
+from layerfuse.fusion.backends import counting
+
+NAME = "mla_decode"
+ROOT = Path(__file__).parents[2]
+LATENT, ROPE, SLOTS = 128, 64, 48
+FIRST, LATER, IDS = [5, 20, 33], [9, 30], torch.arange(1)
+PLAIN = {name: value for name, value in DEEPSEEK.items() if name != "quantization_config"}
+
+
+def attended(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, qv: Tensor, page_table: Tensor, cache_seqlens: Tensor, softmax_scale: float, **_: Any
+) -> Tensor:  # fmt: skip
+    """What fa3's kernel computes: one token of each sequence, pages of one slot."""
+    found = torch.empty(qv.shape, dtype=qv.dtype)
+    for row, (slots, length) in enumerate(zip(page_table, cache_seqlens, strict=True)):
+        keys, values = (each[slots[:length]].reshape(int(length), -1).float() for each in (k_cache, v_cache))
+        scores = (q[row].float() @ keys.t() + qv[row].float() @ values.t()) * softmax_scale
+        found[row] = (scores.softmax(-1) @ values).to(qv.dtype)
+    return found
+
+
+def written(buffer: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
+    """What SGLang's Triton kernels do."""
+    buffer[slots] = torch.cat([latent, rope], -1).view(len(slots), *buffer.shape[1:])
+
+
+@contextlib.contextmanager
+def sglang() -> Iterator[None]:
+    """SGLang's configuration and groups as one rank has them while a model runs."""
+    names = ("set_mla_kv_buffer_triton", "set_mla_kv_buffer_dcp_sharded_triton")
+    with contextlib.ExitStack() as stack:
+        given = stack.enter_context(server_args(PLAIN, tp=1, patch={}))
+        stack.enter_context(sglang_parallel(given, 0))
+        for name in names:
+            stack.enter_context(mock.patch.object(memory_pool, name, written))
+        stack.enter_context(mock.patch.object(flashattention_backend, "flash_attn_with_kvcache", attended))
+        stack.enter_context(torch.inference_mode())
+        yield
+
+
+def loaded(quantised: bool = True) -> nn.Module:
+    """As SGLang makes it for a GPU: the absorbing weights are in bfloat16."""
+    model: Any
+    if quantised:
+        model = deepseek()
+    else:
+        model, _ = build_of(PLAIN, tp=1, rank=0, patch={}, device="cpu")
+        fill(model)
+        for name, parameter in model.named_parameters():
+            parameter.data /= 1 if "norm" in name else 8
+    with mock.patch.object(deepseek_weight_loader, "_is_cuda", True), torch.no_grad():
+        model.post_load_weights()
+    return model
+
+
+class Steps:
+    """A cache and an attention backend of SGLang's, and steps that decode."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.pool = MLATokenToKVPool(
+            size=SLOTS, page_size=1, dtype=dtype, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, layer_num=2, device="cpu",
+            enable_memory_saver=False,
+        )  # fmt: skip
+        self.fill()
+        self.backend = FlashAttentionBackend.__new__(FlashAttentionBackend)
+        vars(self.backend).update(
+            fa_impl_ver=3, use_mla=True, token_to_kv_pool=self.pool, local_attn_builder=None, topk=0, kv_cache_is_mxfp8=False,
+            kv_cache_dtype_str="auto", kv_cache_dtype=dtype, page_size=1, num_splits=0, decode_attention_backend_str="fa3",
+            prefill_attention_backend_str="fa3",
+        )  # fmt: skip
+
+    def fill(self) -> None:
+        """The cache with other sequences' entries in every slot."""
+        generator = torch.Generator().manual_seed(3)
+        for buffer in self.pool.kv_buffer:
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+
+    def run(self, model: nn.Module, slots: list[int], mode: ForwardMode = ForwardMode.DECODE, **more: Any) -> Tensor:
+        """The attention of every layer, in turn, for one new token of each sequence, behind the slots in front of its own."""
+        count = len(slots)
+        x = torch.randn(count, 256, generator=torch.Generator().manual_seed(count)).bfloat16()
+        taken, lengths = torch.tensor(slots), torch.arange(1, count + 1) + 2
+        batch = ForwardBatch(
+            forward_mode=mode, batch_size=count, input_ids=taken, req_pool_indices=taken, seq_lens=lengths, out_cache_loc=taken,
+            seq_lens_sum=int(lengths.sum()), positions=lengths - 1, **more,
+        )  # fmt: skip
+        table = torch.stack(
+            [
+                (torch.arange(-int(n) + 1, count + 3 - int(n) + 1) + slot) % SLOTS
+                for n, slot in zip(lengths, slots, strict=True)
+            ]
+        )
+        self.backend.forward_metadata = FlashAttentionMetadata(cache_seqlens_int32=lengths.int(), page_table=table)
+        context, found = get_attn_tp_context(), []
+        with forward_context(ForwardContext(attn_backend=self.backend)):
+            for layer in model.model.layers:
+                mla = layer.self_attn
+                context.set_attn_inputs(AttentionInputs(x, batch, mla.prepare_qkv_latent))
+                x = mla(batch.positions, x, batch, None)
+                found.append(x)
+        return torch.stack(found)
+
+
+def put_in(model: nn.Module, steps: Steps, *beside: str) -> Any:
+    """As it is done when a model is loaded; its forward is a step of three sequences."""
+    os.environ["LAYERFUSE_FUSIONS"] = ",".join((NAME, *beside))  # which `fresh` puts back
+    model.forward = lambda *_: steps.run(model, FIRST)
+    own, planned = decode.put_in, []
+    with (
+        mock.patch.object(loading, "_decodes_by", return_value="fa3"),
+        mock.patch.object(
+            products, "native_function", return_value=native_methods()
+        ),  # which would find the plain torch
+        mock.patch.object(decode, "put_in", lambda *given: (planned.append(given[0]), own(*given))),
+    ):
+        plugin._at_load(lambda _: None, runner_of(model))
+    return planned[0]
+
+
+def alike(found: Tensor, wanted: Tensor, ours: Steps, theirs: Steps, written_to: list[int]) -> None:
+    """What attention gives, and every entry of the caches: those that were not to be written to as they were."""
+    assert trial.why_apart([(wanted, found)]) is None
+    others = [slot for slot in range(SLOTS + 1) if slot not in written_to]
+    for one, other, first in zip(ours.pool.kv_buffer, theirs.pool.kv_buffer, Steps().pool.kv_buffer, strict=True):
+        assert trial.why_apart([(other[written_to], one[written_to])]) is None
+        assert not torch.equal(one[written_to], first[written_to])
+        torch.testing.assert_close(one[others], first[others], rtol=0, atol=0)
+
+
+DUAL, FEW = "mla_dual_rms_norm", "few_token_linear_group_quant"
+
+
+@pytest.mark.parametrize(
+    ("quantised", "beside"),
+    [(True, ()), (True, (f"{DUAL}_group_quant",)), (True, (f"{DUAL}_group_quant", FEW)), (False, ()), (False, (DUAL,))],
+)
+def test_a_decode_step_is_two_launches_and_says_the_same(
+    quantised: bool, beside: tuple[str, ...], kernels: Kernels, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    monkeypatch.setenv("LAYERFUSE_STRICT", "0" if FEW in beside else "1")  # nothing calls the other linears
+    model, own = loaded(quantised), loaded(quantised)
+    with sglang():
+        ours, theirs = Steps(), Steps()
+        compiled = put_in(model, ours, *beside)
+        alike(model.forward(IDS), theirs.run(own, FIRST), ours, theirs, FIRST)
+        report = rank_report_of(compiled, 0)
+        write = "mla_norm_rope_cache" + "_group_quant" * quantised
+        assert (compiled.counted[write], compiled.counted["mla_query_absorb"]) == (2, 2)
+        assert (report.called or {})[NAME] == 2 and report.problems == ()
+        assert report.fused[NAME] == ("model.layers.0.self_attn:decode", "model.layers.1.self_attn:decode")
+        assert not {NAME, *beside[:1]} & report.missed.keys()
+        assert f"{NAME}: 2 of 2 layers had decoded by the end of the first run" in report.notes
+        assert decode.DECODED in said(log)
+        for each in (ours, theirs):
+            each.fill()
+        kernels.quantised = 0
+        with counting() as calls:
+            found = ours.run(model, LATER)
+        assert (calls[write], calls["mla_query_absorb"]) == (2, 2)
+        assert not [op for op in calls if "dual" in op]
+        by_ours, kernels.quantised = kernels.quantised, 0
+        alike(found, theirs.run(own, LATER), ours, theirs, LATER)
+        # In front of both latents, of q_b_proj and of the output, where nothing of layerfuse's multiplies.
+        assert (by_ours, kernels.quantised) == ((0 if FEW in beside else 4) * quantised, 6 * quantised)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_what_is_no_decode_step_is_sglangs(quantised: bool, kernels: Kernels, log: pytest.LogCaptureFixture) -> None:
+    """Bit by bit, with one line for a decode step."""
+    model, own = loaded(quantised), loaded(quantised)
+    with sglang(), mock.patch.object(FlashAttentionBackend, "forward_extend", FlashAttentionBackend.forward_decode):
+        ours, theirs = Steps(), Steps()
+        put_in(model, ours)
+        for mode, more in ((ForwardMode.TARGET_VERIFY, {}), (ForwardMode.DECODE, {"spec_info": object()})):
+            with counting() as calls:
+                found = ours.run(model, FIRST, mode, **more)
+            assert not calls
+            torch.testing.assert_close(found, theirs.run(own, FIRST, mode, **more), rtol=0, atol=0)
+            for one, other in zip(ours.pool.kv_buffer, theirs.pool.kv_buffer, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert [line for line in said(log) if line.startswith(decode.STEP[:-2])] == [
+        decode.STEP % decode_facts.WHY["several"]
+    ]
+
+
+def left(kernels: Kernels, change: Callable[[nn.Module, Steps], Any], when: str) -> tuple[str, Any]:
+    """Why SGLang's own way is gone where something was changed before ours stands there (`load`), before the first step or behind it."""
+    model, own = loaded(), loaded()
+    with sglang():
+        ours, theirs = Steps(), Steps()
+        if when == "load":
+            change(model, ours), change(own, theirs)
+        compiled = put_in(model, ours)
+        if when == "first":
+            change(model, ours), change(own, theirs)
+        found = model.forward(IDS)
+        if when == "later":
+            theirs.run(own, FIRST)
+            change(model, ours), change(own, theirs)
+            found = ours.run(model, FIRST)
+        torch.testing.assert_close(found, theirs.run(own, FIRST), rtol=0, atol=0)
+        missed = dict(compiled.placements[NAME].missed)
+        whys = {*missed.values()} or {each.why for each in compiled.placements[NAME].layers.values()}
+        assert len(whys) == 1
+        return str(whys.pop()), compiled
+
+
+def of_every(*names: str) -> Callable[[nn.Module], list[Any]]:
+    return lambda model: [
+        operator.attrgetter(name)(layer.self_attn) if name else layer.self_attn
+        for layer in model.model.layers
+        for name in names
+    ]
+
+
+LAYERS, NORMS, ROPES = of_every(""), of_every("q_a_layernorm"), of_every("rotary_emb")
+
+
+def doubled(self: Any, x: Tensor, *more: Any) -> Any:
+    return 2 * type(self).forward(self, x, *more)
+
+
+def _set(of: Callable[[nn.Module], list[Any]], **values: Any) -> Callable[[nn.Module, Steps], None]:
+    def change(model: nn.Module, _: Steps) -> None:
+        for each in of(model):
+            for name, value in values.items():
+                setattr(each, name, value.__get__(each) if isinstance(value, FunctionType) else value)
+
+    return change
+
+
+def _hooked(model: nn.Module, _: Steps) -> None:
+    for each in NORMS(model):
+        each.register_forward_hook(lambda module, args, result: 2 * result)
+
+
+def _derived(cls: type) -> Any:
+    return type("Another", (cls,), {"__module__": __name__})
+
+
+def _another_class(model: nn.Module, _: Steps) -> None:
+    for each in LAYERS(model):
+        each.__class__ = _derived(type(each))
+
+
+def _half(model: nn.Module, steps: Steps) -> None:
+    steps.pool.dtype = torch.float16
+
+
+def _another_pool(model: nn.Module, steps: Steps) -> None:
+    steps.pool.__class__ = _derived(MLATokenToKVPool)
+
+
+def _joined(model: nn.Module, steps: Steps) -> None:
+    steps.backend.__class__ = _derived(FlashAttentionBackend)
+
+
+def _other_write(model: nn.Module, steps: Steps) -> None:
+    memory_pool.set_mla_kv_buffer_dcp_sharded_triton = lambda *given: written(*given[:2], 2 * given[2], given[3])
+
+
+THEIRS = "is not SGLang's own: it is from test_sglang_decode"
+CASES: dict[str, tuple[Callable[[nn.Module, Steps], Any], str, str]] = {
+    "layer": (_another_class, "load", "test_sglang_decode.Another is not SGLang's DeepseekV2AttentionMLA"),
+    "norm": (_set(NORMS, fp32_residual=True), "load", "does more than its spec says"),
+    "norm patched": (_set(NORMS, forward=doubled), "load", THEIRS),
+    "norm patched first": (_set(NORMS, forward=doubled), "first", THEIRS),
+    "norm patched later": (_set(NORMS, forward=doubled), "later", THEIRS),
+    "hook": (_hooked, "load", "would not be called"),
+    "hook later": (_hooked, "later", "would not be called"),
+    "cache": (_half, "first", "its cache is float16, and the query bfloat16"),
+    "pool": (_another_pool, "first", "test_sglang_decode.Another is not SGLang's MLATokenToKVPool"),
+    "backend": (_joined, "first", "takes the query joined"),
+    "write": (_other_write, "first", "computes something else"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_as_expected_is_left_to_sglang(case: str, kernels: Kernels, log: pytest.LogCaptureFixture) -> None:
+    change, when, expected = CASES[case]
+    why, compiled = left(kernels, change, when)
+    assert expected in why
+    assert any(why in line for line in said(log))
+    if when != "later":
+        assert set(rank_report_of(compiled, 0).missed[NAME].values()) == {why}
+
+
+def test_an_op_that_refuses_loses_nothing(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of a step: the entries are written again."""
+    model, own = loaded(), loaded()
+    with sglang():
+        ours, theirs = Steps(), Steps()
+        compiled = put_in(model, ours)
+        alike(model.forward(IDS), theirs.run(own, FIRST), ours, theirs, FIRST)
+
+        def refuses(*_: Any) -> Any:
+            raise ValueError("not today")
+
+        monkeypatch.setattr(decode, "_absorb", refuses)
+        found = ours.run(model, LATER)
+        monkeypatch.undo()
+        assert trial.why_apart([(theirs.run(own, LATER), found)]) is None
+        assert {each.left for each in compiled.placements[NAME].layers.values()} == {"not today"}
+        assert decode.LEFT % "not today" in said(log)
+        with counting() as calls:
+            torch.testing.assert_close(ours.run(model, FIRST), theirs.run(own, FIRST), rtol=2e-2, atol=2e-2)
+        assert not calls
+
+
+@pytest.mark.parametrize(
+    ("backend", "arguments", "why"),
+    [
+        ("triton", {}, decode_facts.WHY["backend"].format(backend="triton")),
+        ("trtllm_mla", {}, decode_facts.WHY["trtllm"].format(backend="trtllm_mla")),
+        ("fa3", {"speculative_algorithm": "EAGLE"}, decode_facts.WHY["speculative"].format(algorithm="EAGLE")),
+        ("fa3", {"enable_lora": True}, decode_facts.WHY["lora"]),
+        ("flashinfer", {"enable_two_batch_overlap": True}, decode_facts.WHY["overlap"]),
+    ],
+)
+def test_an_engine_that_leaves_no_place_for_it_is_told_so(
+    backend: str, arguments: dict[str, Any], why: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", NAME)
+    monkeypatch.setattr(loading, "_decodes_by", lambda: backend)
+    compiled = compiled_module_of(runner_of(deepseek(), **arguments), plugin.options_here())
+    assert compiled is not None
+    assert compiled.unfound == {NAME: why}
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ("deepseek-v3", None),
+        ("kimi-k2", None),
+        ("deepseek-v3.2", decode_facts.WHY["sparse"]),
+        ("kimi-k3", "none of its columns is roped"),
+        ("deepseek-v2-lite", "q_lora_rank is None: there is no query latent"),
+    ],
+)
+def test_a_plan_says_where_it_can_stand(entry: str, why: str | None) -> None:
+    model = registry.model(ENTRIES.get(entry, entry))
+    made = plan(model.specs(), Target.named("sm90"), FusionConfig.parse(NAME), facts.engine_of(model.architectures))
+    rows = [each for each in made.decisions if each.fusion == NAME]
+    assert rows and {each.kind == "expected" for each in rows} == {why is None}
+    assert why is None or {each.reason for each in rows} == {why}
+
+
+def test_a_plan_for_a_model_whose_code_is_not_known_says_so() -> None:
+    specs = registry.model("deepseek-v3").specs()
+    made = plan(specs, Target.named("sm90"), FusionConfig.parse(NAME), facts.engine_of(["BailingMoeV3ForCausalLM"]))
+    assert made.unfound([NAME]) == {NAME: decode_facts.WHY["class"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"use_dsa": True}, "sparse"),
+        ({"dcp_size": 2}, "split"),
+        ({"prepare_attention_output_gate": len}, "gate"),
+        ({"use_deep_gemm_bmm": True}, "weight"),
+        ({"_kimi_split_gguf_kv_b": True}, "weight"),
+        ({"w_kc": torch.zeros(4, 128, 128).to(torch.float8_e4m3fn)}, "weight"),
+        ({"w_kc": None}, "weight"),
+    ],
+)
+def test_a_layer_that_does_something_else_is_left(values: dict[str, Any], why: str) -> None:
+    mla = loaded().model.layers[0].self_attn
+    assert decode._why_not_layer(mla) is None
+    vars(mla).update(values)
+    assert str(decode._why_not_layer(mla)).startswith(decode_facts.WHY[why].split("{")[0])
+
+
+@pytest.mark.parametrize("method", ["forward_absorb_prepare", "forward_absorb_core"])
+def test_a_layer_whose_code_is_anothers_is_left(method: str, kernels: Kernels, log: pytest.LogCaptureFixture) -> None:
+    cls = deepseek_v2.DeepseekV2AttentionMLA
+    held = getattr(cls, method)
+
+    @functools.wraps(held)
+    def theirs(self: Any, *given: Any, **named: Any) -> Any:
+        return held(self, *given, **named)
+
+    model, own = loaded(), loaded()
+    with sglang(), mock.patch.object(cls, method, theirs):
+        ours, theirs_ = Steps(), Steps()
+        compiled = put_in(model, ours)
+        torch.testing.assert_close(model.forward(IDS), theirs_.run(own, FIRST), rtol=0, atol=0)
+        missed = set(compiled.placements[NAME].missed.values())
+    (why,) = missed
+    assert why.startswith("sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA") and "test_sglang_decode" in why
+    assert decode.LEFT % why in said(log)
+
+
+def test_every_reason_is_in_the_docs() -> None:
+    page = (ROOT / "docs" / "sglang.md").read_text()
+    assert [why for why in decode_facts.WHY.values() if f"`{why}`" not in page] == []
