@@ -356,7 +356,7 @@ def test_linears_of_transformers_models_have_a_place_by_the_engine_that_is_made_
         out = said(run("plan", "qwen3-8b", *engine, "--target", "h100"))
         assert "few_token_linear is asked for, and has no site in this model: there is a place for it in " in out
         assert "fusion.compile(model, engine=engines.transformers.engine_of(model))." in out
-        assert "there is a place for it in vLLM's MLA layers alone" in out
+        assert "there is a place for it in MLA layers of vLLM and SGLang alone" in out
 
 
 def test_every_scheme_can_be_asked_for(run):

@@ -19,7 +19,7 @@ from layerfuse.fusion.policy import shipped
 from layerfuse.registry.published import LINEARS as EVERY
 from layerfuse.registry.published import QuantKind
 
-ALONE = "mla_decode is asked for, and has no site in this model: there is a place for it in vLLM's MLA layers alone."
+ALONE = "mla_decode is asked for, and has no site in this model: there is a place for it in MLA layers of vLLM and SGLang alone."
 
 
 def decisions(run, *arguments):
@@ -488,15 +488,15 @@ def test_what_is_no_known_release_is_refused(run, release, says):
     assert (answer.code, answer.err) == (2, f"layerfuse: {says}\n")
 
 
-def test_what_stands_in_vllm_alone_is_said_to(run, monkeypatch):
-    """However it is asked for without that engine."""
+def test_what_stands_in_two_engines_alone_is_said_to(run, monkeypatch):
+    """However it is asked for without them."""
     option = run("plan", "deepseek-v3", "--fusions", "mla_decode")
     assert option.code == 2
     assert "LAYERFUSE_FUSIONS=mla_decode layerfuse plan" in option.err
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "add_rms_norm,mla_decode")
-    for engine in ([], ["--engine", "sglang", "--target", "sm90"]):
-        assert ALONE in " ".join(run("plan", "deepseek-v3", *engine).out.split())
-    assert ALONE not in " ".join(run("plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90").out.split())
+    assert ALONE in " ".join(run("plan", "deepseek-v3").out.split())
+    for engine in ("vllm", "sglang"):
+        assert ALONE not in " ".join(run("plan", "deepseek-v3", "--engine", engine, "--target", "sm90").out.split())
 
 
 ROWS, PLAIN = "few_token_linear_row_quant", "few_token_linear"

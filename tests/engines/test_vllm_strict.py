@@ -163,7 +163,7 @@ def test_a_fusion_that_is_named_and_has_no_site_is_told_and_stops_a_strict_engin
 
 def test_mla_decode_in_a_model_without_mla_is_such_a_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = [ADD, "mla_decode"]
-    told = "mla_decode is asked for, and has no site in GptOssForCausalLM: there is a place for it in vLLM's MLA layers alone"
+    told = "mla_decode is asked for, and has no site in GptOssForCausalLM: there is a place for it in MLA layers of vLLM and SGLang alone"
     with started("gpt-oss-20b", tmp_path, layerfuse={"fusions": names}):
         pass
     assert said(caplog) == [f"layerfuse: {told}"]
