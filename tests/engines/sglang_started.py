@@ -1,8 +1,8 @@
 """A real SGLang engine on a CPU, with two ranks: run as a script, as it starts processes of its own.
 
-    python sglang_started.py FOLDER
+    python sglang_started.py FOLDER [mla]
 
-The folder gets a tiny Llama; the last line is JSON: the tokens of the engine, those behind what its radix cache holds of the same prompts and how many it held, and those of
+The folder gets a tiny Llama, or a tiny DeepSeek-V3 for one rank and fa3 (`fa3_on_cpu`); the last line is JSON: the tokens of the engine, those behind what its radix cache holds of the same prompts and how many it held, and those of
 transformers.
 """
 
@@ -20,17 +20,34 @@ CHUNK = 4
 """Tokens of a step of prompts: the first prompt takes two."""
 
 
-def made(folder: str) -> list[list[int]]:
-    """Write the model, and return what transformers says to the prompts. In float32 only their rounding differs."""
-    import torch
+def _llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, max_position_embeddings=256, initializer_range=0.3, tie_word_embeddings=False, eos_token_id=None,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config)
+
+
+def _deepseek() -> Any:
+    """Its layers are dense."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, first_k_dense_replace=2, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+        moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid", max_position_embeddings=256, initializer_range=0.3, tie_word_embeddings=False, eos_token_id=None,
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config)
+
+
+def made(folder: str, mla: bool) -> list[list[int]]:
+    """Write the model, and return what transformers says to the prompts. In float32 only their rounding differs."""
+    import torch
+
+    torch.manual_seed(0)
+    model = (_deepseek() if mla else _llama()).eval()
     for path, parameter in model.named_parameters():
         if "norm" in path:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -44,8 +61,8 @@ def made(folder: str) -> list[list[int]]:
     return said
 
 
-def main(folder: str) -> dict[str, Any]:
-    expected = made(folder)
+def main(folder: str, mla: bool) -> dict[str, Any]:
+    expected = made(folder, mla)
     from sglang.srt.entrypoints.engine import Engine
 
     # SGLang spawns its processes, each of which takes ten seconds to import it: here they are forked from one that has.
@@ -56,8 +73,8 @@ def main(folder: str) -> dict[str, Any]:
         model_path=folder,
         device="cpu",
         dtype="float32",
-        tp_size=2,
-        attention_backend="torch_native",
+        tp_size=1 if mla else 2,
+        attention_backend="fa3" if mla else "torch_native",
         sampling_backend="pytorch",
         grammar_backend="none",
         chunked_prefill_size=CHUNK,
@@ -75,5 +92,5 @@ def main(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    answer = main(str(Path(sys.argv[1])))
+    answer = main(str(Path(sys.argv[1])), "mla" in sys.argv[2:])
     print(json.dumps(answer))

@@ -1,6 +1,7 @@
 """MLA's decode chain inside SGLang: its own layers, cache and attention backend, built on a CPU, with `mla_decode` and without.
 
-Plain torch stands for the attention kernel, for the kernel that writes the cache, and for those of fp8 linears, and for nothing else.
+Plain torch stands for the attention kernel, for the kernel that writes the cache (`fa3_on_cpu`), and for those of fp8 linears, and for nothing else.
+A whole engine is in `test_sglang_engine.py`.
 Run by `make test-engines` in an environment of its own.
 """
 # ruff: noqa: F811  (fixtures of other files are parameters here)
@@ -23,6 +24,7 @@ pytest.importorskip("sglang_layers")
 from sglang_host import server_args, sglang_parallel  # isort: skip  (before sglang)
 from sglang_layers import build_of  # isort: skip
 import torch
+from fa3_on_cpu import WRITES, attended, backend_of, written
 from sglang.srt.layers.attention import flashattention_backend
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend, FlashAttentionMetadata
 from sglang.srt.layers.layer_boundary import get_attn_tp_context
@@ -54,31 +56,13 @@ FIRST, LATER, IDS = [5, 20, 33], [9, 30], torch.arange(1)
 PLAIN = {name: value for name, value in DEEPSEEK.items() if name != "quantization_config"}
 
 
-def attended(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, qv: Tensor, page_table: Tensor, cache_seqlens: Tensor, softmax_scale: float, **_: Any
-) -> Tensor:  # fmt: skip
-    """What fa3's kernel computes: one token of each sequence, pages of one slot."""
-    found = torch.empty(qv.shape, dtype=qv.dtype)
-    for row, (slots, length) in enumerate(zip(page_table, cache_seqlens, strict=True)):
-        keys, values = (each[slots[:length]].reshape(int(length), -1).float() for each in (k_cache, v_cache))
-        scores = (q[row].float() @ keys.t() + qv[row].float() @ values.t()) * softmax_scale
-        found[row] = (scores.softmax(-1) @ values).to(qv.dtype)
-    return found
-
-
-def written(buffer: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
-    """What SGLang's Triton kernels do."""
-    buffer[slots] = torch.cat([latent, rope], -1).view(len(slots), *buffer.shape[1:])
-
-
 @contextlib.contextmanager
 def sglang() -> Iterator[None]:
     """SGLang's configuration and groups as one rank has them while a model runs."""
-    names = ("set_mla_kv_buffer_triton", "set_mla_kv_buffer_dcp_sharded_triton")
     with contextlib.ExitStack() as stack:
         given = stack.enter_context(server_args(PLAIN, tp=1, patch={}))
         stack.enter_context(sglang_parallel(given, 0))
-        for name in names:
+        for name in WRITES:
             stack.enter_context(mock.patch.object(memory_pool, name, written))
         stack.enter_context(mock.patch.object(flashattention_backend, "flash_attn_with_kvcache", attended))
         stack.enter_context(torch.inference_mode())
@@ -109,12 +93,7 @@ class Steps:
             enable_memory_saver=False,
         )  # fmt: skip
         self.fill()
-        self.backend = FlashAttentionBackend.__new__(FlashAttentionBackend)
-        vars(self.backend).update(
-            fa_impl_ver=3, use_mla=True, token_to_kv_pool=self.pool, local_attn_builder=None, topk=0, kv_cache_is_mxfp8=False,
-            kv_cache_dtype_str="auto", kv_cache_dtype=dtype, page_size=1, num_splits=0, decode_attention_backend_str="fa3",
-            prefill_attention_backend_str="fa3",
-        )  # fmt: skip
+        self.backend = backend_of(self.pool)
 
     def fill(self) -> None:
         """The cache with other sequences' entries in every slot."""
@@ -137,7 +116,9 @@ class Steps:
                 for n, slot in zip(lengths, slots, strict=True)
             ]
         )
-        self.backend.forward_metadata = FlashAttentionMetadata(cache_seqlens_int32=lengths.int(), page_table=table)
+        self.backend.forward_metadata = FlashAttentionMetadata(
+            cache_seqlens_int32=lengths.int(), page_table=table, cu_seqlens_q=torch.arange(count + 1)
+        )
         context, found = get_attn_tp_context(), []
         with forward_context(ForwardContext(attn_backend=self.backend)):
             for layer in model.model.layers:

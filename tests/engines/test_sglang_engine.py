@@ -19,25 +19,29 @@ pytestmark = pytest.mark.skipif(
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="session")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, dict[str, Any]]:
+def started(folder: Path, *arguments: str, fusions: str, **more: str) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """What the engine and transformers say, the engine's log, and the report."""
-    folder = tmp_path_factory.mktemp("sglang")
     report = folder / "report.json"
     environment = {
         **os.environ,
         "PYTHONPATH": str(HERE / "sglang_site"),
         "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "0|0",  # of each rank, which else takes a NUMA node of its own
         "HF_HUB_OFFLINE": "1",
-        "LAYERFUSE_FUSIONS": "add_rms_norm",
+        "LAYERFUSE_FUSIONS": fusions,
         "LAYERFUSE_STRICT": "1",
         "LAYERFUSE_REPORT": str(report),
+        **more,
     }
-    command = [sys.executable, str(HERE / "sglang_started.py"), str(folder / "model")]
+    command = [sys.executable, str(HERE / "sglang_started.py"), str(folder / "model"), *arguments]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=folder)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     return json.loads(ran.stdout.splitlines()[-1]), ran.stderr + ran.stdout, json.loads(report.read_text())
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    # Of each rank, which else takes a NUMA node of its own.
+    return started(tmp_path_factory.mktemp("sglang"), fusions="add_rms_norm", SGLANG_CPU_OMP_THREADS_BIND="0|0")
 
 
 def test_it_says_what_transformers_says(engine: Any) -> None:
@@ -68,3 +72,17 @@ def test_the_report_has_each_site_and_each_rank(engine: Any) -> None:
     assert [rank["called"]["add_rms_norm"] for rank in module["ranks"]] == [4, 4]
     fused = [row["site"] for row in module["sites"] if row["outcome"] == "fused"]
     assert len(fused) == 4
+
+
+def test_decode_steps_of_mla_layers_say_what_transformers_says(tmp_path: Path) -> None:
+    """By fa3's own methods (`fa3_on_cpu`), behind prompts in chunks and behind what the radix cache holds."""
+    more = {"SGLANG_CPU_OMP_THREADS_BIND": "0", "LAYERFUSE_TEST_FA3_ON_CPU": "1"}
+    tokens, log, report = started(tmp_path, "mla", fusions="mla_decode", **more)
+    assert tokens["found"] == tokens["cached"] == tokens["expected"]
+    assert tokens["held"][0] == [0, 0] and min(tokens["held"][1]) > 0
+    page = shown("docs/sglang.md", "none of 2 layers had decoded")
+    assert [line for line in page if line not in "\n".join(each.strip() for each in log.splitlines())] == []
+    assert "a decode step is done as SGLang does it" not in log and "leaves an MLA layer alone" not in log
+    (module,) = report["modules"].values()
+    assert (module["missed"], module["problems"], module["unknown"]) == ({}, [], {})
+    assert len(module["ranks"][0]["fused"]["mla_decode"]) == 2
