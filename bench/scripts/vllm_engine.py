@@ -274,6 +274,10 @@ class _Turn:
         """Wait until no other engine starts or is timed."""
         self._ask(fcntl.LOCK_EX)
 
+    def share(self) -> None:
+        """Let others start beside this, and nothing be timed."""
+        self._ask(fcntl.LOCK_SH)
+
     def _ask(self, kind: int) -> None:
         began = time.monotonic()
         fcntl.flock(self._file, kind)

@@ -111,7 +111,7 @@ def lived(begin: Any, until: float, turn: Any) -> dict[str, Any]:
         vllm.answer(until)
         turn.take()  # vLLM stops where anybody has taken memory while it goes to sleep
         found["gigabytes free"] = sleeper.ask(until, "sleep_and_wake")
-        turn.end()
+        turn.share()  # more engines start
         found["same"]["after a sleep"] = same(drawn, sleeper.ask(until, "tokens"))
         alone = other.ask(until, "tokens")
         other.stop()
@@ -129,6 +129,7 @@ def lived(begin: Any, until: float, turn: Any) -> dict[str, Any]:
     finally:
         for each in started:
             each.stop()
+        turn.end()
     return found
 
 

@@ -64,13 +64,16 @@ class Turn:
     """Among commands that run beside each other."""
 
     def __init__(self, begun):
-        self.begun, self.taken, self.ended = begun, False, False
+        self.begun, self.taken, self.shared, self.ended = begun, False, True, False
 
     def take(self):
-        self.taken = True
+        self.taken, self.shared = True, False
+
+    def share(self):
+        self.taken, self.shared = False, True
 
     def end(self):
-        self.taken, self.ended = False, True
+        self.taken, self.shared, self.ended = False, False, True
 
 
 def found_by(lives, *faults):
@@ -78,6 +81,7 @@ def found_by(lives, *faults):
     turn = Turn(begun)
 
     def begin(*args, **given):
+        assert turn.shared
         begun.append(Fake(lives, faults, *args, **given))
         begun[-1].turn = turn
         return begun[-1]
