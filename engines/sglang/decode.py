@@ -1,6 +1,6 @@
 """The decode chain of MLA layers inside SGLang, as `mla_decode`: what a decode step does in front of its attention, beside `q_b_proj`, in two launches.
 
-An instance of `DeepseekV2AttentionMLA` prepares its attention by one method. Where a step decodes one token of each sequence, ours is called in its place:
+An instance of `DeepseekV2AttentionMLA` prepares its attention by one method. Where a step decodes one token of each sequence, or verifies drafted ones, ours is called in its place:
 both latent norms, the rope of the key and the cache write in one launch, with the query latent quantised where `q_b_proj` takes it so, then the
 absorbing GEMM with the rope of the query beside it. The attention is given no key, and so writes none. Any other step is SGLang's own.
 """
@@ -39,7 +39,7 @@ from ..native import OURS, Look, Native, NotNativeError, held_methods
 from ..placement import Placement, aside, is_looked_at
 from ..process import once
 from ..whose import module_of, package
-from .decode_facts import BACKENDS, CLASS, LAYER, NAME, PLACE, POOL, WHY, WRITE, WRITES
+from .decode_facts import BACKENDS, CLASS, LAYER, NAME, PLACE, POOL, VERIFIES, WHY, WRITE, WRITES
 from .seams import LINEARS, chosen, is_plain_latent
 
 LEFT = f"layerfuse: {NAME} leaves an MLA layer alone: %s"
@@ -89,7 +89,8 @@ class Layer:
     ) -> Any:
         """What the attention of a step takes, as SGLang's method gives it; without a key where its entries are in the cache."""
         given = (positions, hidden_states, forward_batch, zero_allocator, *others)
-        if not forward_batch.forward_mode.is_decode():
+        mode = forward_batch.forward_mode
+        if not (mode.is_decode() or mode.is_target_verify()):
             return self.own(*given)
         if self.left is None:
             self.why = self._why_not_step(positions, forward_batch, others) or self._why_not_tried(given)
@@ -158,8 +159,14 @@ class Layer:
 
     def _why_not_step(self, positions: Tensor, batch: Any, others: tuple[Any, ...]) -> str | None:
         """Why this decode step is none of ours, as a sentence, or None."""
-        if any(each is not None for each in others) or positions.dim() != 1 or batch.spec_info is not None:
-            return WHY["several"]
+        if any(each is not None for each in others) or positions.dim() != 1:
+            return WHY["scaled"]
+        backend = self.mla.current_attention_backend
+        if batch.forward_mode.is_target_verify():
+            if backend != VERIFIES:
+                return WHY["verify"].format(backend=backend)
+        elif batch.spec_info is not None:
+            return WHY["draft"]
         problem = next(filter(None, (each.changed() for each in self.stood)), None)
         if problem is None:
             problem = next(filter(None, map(_why_not_norm, self._norms())), None)
@@ -249,12 +256,9 @@ def _given(rows: Tensor) -> Iterator[None]:
 
 
 def _decode_of(backend: Any) -> tuple[Hook, ...]:
-    cls = type(backend)
-    return tuple(
-        hook
-        for hook in BACKENDS.values()
-        if (hook.module, hook.path.partition(".")[0]) == (cls.__module__, cls.__qualname__)
-    )
+    key = (type(backend).__module__, type(backend).__qualname__)
+    every = (hook for hooks in BACKENDS.values() for hook in hooks)
+    return tuple(hook for hook in every if (hook.module, hook.path.partition(".")[0]) == key)
 
 
 def _why_not_backend(backend: Any, pool: Any, dtype: torch.dtype, name: Any) -> str | None:

@@ -88,22 +88,28 @@ LAYER = (
 """What of a layer is replaced, and what then reads its results."""
 
 
-def _attention(file: str, cls: str) -> Hook:
-    return Hook(
-        name="decode",
-        does=f"attends to what {NAME} has written",
-        module=f"sglang.srt.layers.attention.{file}",
-        path=f"{cls}.forward_decode",
-        takes=("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope"),
-        others="optional",
+def _attention(file: str, cls: str, *names: str) -> tuple[Hook, ...]:
+    return tuple(
+        Hook(
+            name="decode",
+            does=f"attends to what {NAME} has written",
+            module=f"sglang.srt.layers.attention.{file}",
+            path=f"{cls}.{name}",
+            takes=("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope"),
+            others="optional",
+        )
+        for name in names
     )
 
 
 BACKENDS = {
-    "fa3": _attention("flashattention_backend", "FlashAttentionBackend"),
-    "flashinfer": _attention("flashinfer_mla_backend", "FlashInferMLAAttnBackend"),
+    "fa3": _attention("flashattention_backend", "FlashAttentionBackend", "forward_decode", "forward_extend"),
+    "flashinfer": _attention("flashinfer_mla_backend", "FlashInferMLAAttnBackend", "forward_decode"),
 }
-"""Attention backend -> its decode: given no key, it writes none to the cache, and it takes both parts of a query as they lie."""
+"""Attention backend -> its methods that, given no key, write none to the cache, and take both parts of a query as they lie."""
+
+VERIFIES = "fa3"
+"""The one whose way for prompts does too: by that it verifies drafted tokens."""
 
 POOL = ("sglang.srt.mem_cache.memory_pool", "MLATokenToKVPool")
 WRITE = "_write_mla_kv_buffer"
@@ -126,7 +132,7 @@ WRITES = (
 )
 """The cache write."""
 
-HOOKS = (*LAYER, *BACKENDS.values(), *WRITES)
+HOOKS = (*LAYER, *(hook for hooks in BACKENDS.values() for hook in hooks), *WRITES)
 
 WHY = {
     "sparse": "its attention is sparse",
@@ -134,7 +140,6 @@ WHY = {
     "layer": "{kind} is not SGLang's {known}",
     "trtllm": "{backend} writes the cache and joins the query in a launch of its own",
     "backend": "{backend} takes the query joined, which SGLang does in front of it",
-    "speculative": "with {algorithm} SGLang verifies several tokens of a sequence, in steps that are none of decode",
     "lora": "LoRA may add to its linears",
     "overlap": "SGLang runs two parts of a batch in turns (enable_two_batch_overlap)",
     "split": "decode context parallelism splits its cache over ranks",
@@ -142,7 +147,9 @@ WHY = {
     "weight": "its query is absorbed in {dtype}",
     "cache": "its cache is {dtype}, and the query {wanted}",
     "pool": "{kind} is not SGLang's {known}",
-    "several": "it has more than one token of a sequence, or a query that is scaled",
+    "verify": "{backend} verifies drafted tokens by its way for prompts",
+    "draft": "it is a draft's",
+    "scaled": "its query is scaled, or it carries what other attention has chosen",
     "slots": "it has not one slot for each token",
     "captured": "it was captured before what SGLang runs was tried out",
     "norm": "its norm, a {kind}, does more than its spec says",
@@ -160,9 +167,6 @@ def why_not_here(backend: str | None, arguments: Any) -> str | None:
     if backend not in (None, *BACKENDS):
         trtllm = backend in ("trtllm_mla", "cutedsl_mla")
         return WHY["trtllm" if trtllm else "backend"].format(backend=backend)
-    algorithm = getattr(arguments, "speculative_algorithm", None)
-    if algorithm:
-        return WHY["speculative"].format(algorithm=algorithm)
     if arguments.enable_lora or (arguments.enable_lora is None and arguments.lora_paths):
         return WHY["lora"]
     return WHY["overlap"] if getattr(arguments, "enable_two_batch_overlap", False) else None

@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models import deepseek_v2
+from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 from sglang.srt.models.deepseek_common import deepseek_weight_loader
 from test_sglang_handover import DEEPSEEK, Kernels, deepseek, fill, kernels  # noqa: F401 (a fixture)
 from test_sglang_plugin import fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
@@ -101,23 +102,25 @@ class Steps:
         for buffer in self.pool.kv_buffer:
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
-    def run(self, model: nn.Module, slots: list[int], mode: ForwardMode = ForwardMode.DECODE, **more: Any) -> Tensor:
-        """The attention of every layer, in turn, for one new token of each sequence, behind the slots in front of its own."""
+    def run(
+        self, model: nn.Module, slots: list[int], mode: ForwardMode = ForwardMode.DECODE, each: int = 1, **more: Any
+    ) -> Tensor:
+        """The attention of every layer, in turn, for new tokens of each sequence, `each` of them in slots side by side, behind others in front of those."""
         count = len(slots)
         x = torch.randn(count, 256, generator=torch.Generator().manual_seed(count)).bfloat16()
-        taken, lengths = torch.tensor(slots), torch.arange(1, count + 1) + 2
+        taken, lengths = torch.tensor(slots), torch.arange(1, count // each + 1) + 1 + each
+        positions = (lengths[:, None] - each + torch.arange(each)).flatten()
         batch = ForwardBatch(
-            forward_mode=mode, batch_size=count, input_ids=taken, req_pool_indices=taken, seq_lens=lengths, out_cache_loc=taken,
-            seq_lens_sum=int(lengths.sum()), positions=lengths - 1, **more,
+            forward_mode=mode, batch_size=len(lengths), input_ids=taken, req_pool_indices=lengths, seq_lens=lengths, out_cache_loc=taken,
+            seq_lens_sum=int(lengths.sum()), positions=positions, **more,
         )  # fmt: skip
-        table = torch.stack(
-            [
-                (torch.arange(-int(n) + 1, count + 3 - int(n) + 1) + slot) % SLOTS
-                for n, slot in zip(lengths, slots, strict=True)
-            ]
-        )
+        last = taken.view(-1, each)[:, -1:]
+        table = (last - lengths[:, None] + 1 + torch.arange(int(lengths.max()))) % SLOTS
         self.backend.forward_metadata = FlashAttentionMetadata(
-            cache_seqlens_int32=lengths.int(), page_table=table, cu_seqlens_q=torch.arange(count + 1)
+            cache_seqlens_int32=lengths.int(),
+            page_table=table,
+            cu_seqlens_q=torch.arange(0, count + 1, each),
+            max_seq_len_q=each,
         )
         context, found = get_attn_tp_context(), []
         with forward_context(ForwardContext(attn_backend=self.backend)):
@@ -192,23 +195,99 @@ def test_a_decode_step_is_two_launches_and_says_the_same(
         assert (by_ours, kernels.quantised) == ((0 if FEW in beside else 4) * quantised, 6 * quantised)
 
 
-@pytest.mark.parametrize("quantised", [True, False])
-def test_what_is_no_decode_step_is_sglangs(quantised: bool, kernels: Kernels, log: pytest.LogCaptureFixture) -> None:
-    """Bit by bit, with one line for a decode step."""
-    model, own = loaded(quantised), loaded(quantised)
-    with sglang(), mock.patch.object(FlashAttentionBackend, "forward_extend", FlashAttentionBackend.forward_decode):
+@pytest.mark.parametrize("spec_info", [None, object()])
+def test_drafted_tokens_are_verified_so_too(spec_info: Any, kernels: Kernels) -> None:
+    """Two of each sequence, by fa3's way for prompts: a step's second token attends to the first."""
+    model, own, slots = loaded(), loaded(), [5, 6, 20, 21, 33, 34]
+    with sglang():
         ours, theirs = Steps(), Steps()
         put_in(model, ours)
-        for mode, more in ((ForwardMode.TARGET_VERIFY, {}), (ForwardMode.DECODE, {"spec_info": object()})):
-            with counting() as calls:
-                found = ours.run(model, FIRST, mode, **more)
-            assert not calls
-            torch.testing.assert_close(found, theirs.run(own, FIRST, mode, **more), rtol=0, atol=0)
-            for one, other in zip(ours.pool.kv_buffer, theirs.pool.kv_buffer, strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert [line for line in said(log) if line.startswith(decode.STEP[:-2])] == [
-        decode.STEP % decode_facts.WHY["several"]
-    ]
+        model.forward(IDS)
+        ours.fill()
+        with counting() as calls:
+            found = ours.run(model, slots, ForwardMode.TARGET_VERIFY, 2, spec_info=spec_info)
+        assert (calls["mla_norm_rope_cache_group_quant"], calls["mla_query_absorb"]) == (2, 2)
+        wanted = theirs.run(own, slots, ForwardMode.TARGET_VERIFY, 2, spec_info=spec_info)
+        alike(found, wanted, ours, theirs, slots)
+
+
+LEFT_STEPS: dict[str, tuple[ForwardMode, dict[str, Any], str | None]] = {
+    "prompts": (
+        ForwardMode.EXTEND,
+        {"extend_prefix_lens_cpu": [1], "extend_seq_lens_cpu": [1], "seq_lens_cpu": [2]},
+        None,
+    ),
+    "draft": (ForwardMode.DECODE, {"spec_info": object()}, "draft"),
+    "draft extends": (ForwardMode.DRAFT_EXTEND_V2, {"spec_info": object()}, None),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_STEPS)
+@pytest.mark.parametrize("quantised", [True, False])
+def test_what_is_no_decode_step_is_sglangs(
+    quantised: bool, case: str, kernels: Kernels, log: pytest.LogCaptureFixture
+) -> None:
+    """Bit by bit, with one line for a decode step."""
+    mode, more, why = LEFT_STEPS[case]
+    model, own = loaded(quantised), loaded(quantised)
+    absorbed = mock.patch.dict(handler.AttentionBackendRegistry._handlers, fa3=lambda *_: handler.AttnForwardMethod.MLA)
+    with sglang(), absorbed:
+        ours, theirs = Steps(), Steps()
+        put_in(model, ours)
+        with counting() as calls:
+            found = ours.run(model, FIRST, mode, **more)
+        assert not calls
+        torch.testing.assert_close(found, theirs.run(own, FIRST, mode, **more), rtol=0, atol=0)
+        for one, other in zip(ours.pool.kv_buffer, theirs.pool.kv_buffer, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    lines = [line for line in said(log) if line.startswith(decode.STEP[:-2])]
+    assert lines == ([] if why is None else [decode.STEP % decode_facts.WHY[why]])
+
+
+def test_another_backend_verifies_by_its_own_way(kernels: Kernels, log: pytest.LogCaptureFixture) -> None:
+    model, own = loaded(), loaded()
+    with sglang():
+        ours, theirs = Steps(), Steps()
+        for each in (ours, theirs):
+            each.backend.prefill_attention_backend_str = "flashinfer"
+        put_in(model, ours)
+        found = ours.run(model, FIRST, ForwardMode.TARGET_VERIFY)
+        torch.testing.assert_close(found, theirs.run(own, FIRST, ForwardMode.TARGET_VERIFY), rtol=0, atol=0)
+    assert decode.STEP % decode_facts.WHY["verify"].format(backend="flashinfer") in said(log)
+
+
+@pytest.mark.parametrize("why", ["scaled", "slots", "captured"])
+def test_a_step_that_is_not_as_usual_is_given_to_sglangs_method(
+    why: str, kernels: Kernels, log: pytest.LogCaptureFixture
+) -> None:
+    """The arguments as they were."""
+    model, seen = loaded(), []
+
+    def own(self: Any, *given: Any) -> Any:
+        seen.append(given)
+        return type(self.mla).forward_absorb_prepare(self.mla, *given)
+
+    with sglang(), mock.patch.object(decode.Layer, "own", own):
+        steps = Steps()
+        compiled = put_in(model, steps)
+        if why == "captured":
+            with mock.patch.object(trial, "possible", return_value=False):
+                model.forward(IDS)
+        else:
+            model.forward(IDS)
+            seen.clear()
+            mla, rows = model.model.layers[0].self_attn, torch.zeros(2, 128 + LATENT + ROPE).bfloat16()
+            lengths = torch.tensor([3, 4])
+            batch = ForwardBatch(
+                forward_mode=ForwardMode.DECODE, batch_size=2, input_ids=lengths, req_pool_indices=lengths, seq_lens=lengths,
+                out_cache_loc=lengths[:1] if why == "slots" else lengths, seq_lens_sum=7, positions=lengths,
+            )  # fmt: skip
+            scaling = torch.ones(1) if why == "scaled" else None
+            with forward_context(ForwardContext(attn_backend=steps.backend)), decode._given(rows):
+                mla.forward_absorb_prepare(lengths, rows, batch, None, scaling, None)
+            assert [each[4] for each in seen] == [scaling]
+    assert seen and decode.STEP % decode_facts.WHY[why] in said(log)
+    assert {each.left for each in compiled.placements[NAME].layers.values()} == {None}, "the next one may be ours"
 
 
 def left(kernels: Kernels, change: Callable[[nn.Module, Steps], Any], when: str) -> tuple[str, Any]:
@@ -342,7 +421,6 @@ def test_an_op_that_refuses_loses_nothing(
     [
         ("triton", {}, decode_facts.WHY["backend"].format(backend="triton")),
         ("trtllm_mla", {}, decode_facts.WHY["trtllm"].format(backend="trtllm_mla")),
-        ("fa3", {"speculative_algorithm": "EAGLE"}, decode_facts.WHY["speculative"].format(algorithm="EAGLE")),
         ("fa3", {"enable_lora": True}, decode_facts.WHY["lora"]),
         ("flashinfer", {"enable_two_batch_overlap": True}, decode_facts.WHY["overlap"]),
     ],
