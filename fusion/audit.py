@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from .catalog import FUSIONS
 from .report import Missed, Report
+from .sites import sites_in_words
 
 MOST_CALLS = 3
 """Calls before the counted one, at most: the first compiles, the second may compile for dynamic sizes."""
@@ -64,7 +65,7 @@ class Audit:
         lines = ["audit of one call:"]
         for name, counted in self.fusions.items():
             lines.append(
-                f"  {name}: expected at {counted.expected} sites, {counted.profiled} by the profiler, "
+                f"  {name}: expected at {sites_in_words(counted.expected)}, {counted.profiled} by the profiler, "
                 f"{counted.counted} by the counters"
             )
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])

@@ -16,6 +16,7 @@ from attrs import field, frozen
 from ..adapters.errors import LayerfuseError
 from .catalog import FUSIONS
 from .planning import Plan
+from .sites import sites_in_words
 
 if TYPE_CHECKING:
     from .shadow import Shadow
@@ -104,7 +105,7 @@ class FusionMissedError(LayerfuseError, RuntimeError):
     def __str__(self) -> str:
         lines = []
         for fusion, sites in self.missed.items():
-            lines.append(f"{fusion} was expected and did not happen at {len(sites)} sites:")
+            lines.append(f"{fusion} was expected and did not happen at {sites_in_words(len(sites))}:")
             lines += [f"  - {site}: {reason}" for site, reason in sites.items()]
         lines += [f"{name} is asked for, and has no site in this model: {why}" for name, why in self.unfound.items()]
         if self.unknown:

@@ -27,6 +27,7 @@ class FusingScenarios(ContractCase):
 
         from ..fusion import FUSIONS
         from ..fusion.match.adds import OTHER_GRAPH
+        from ..fusion.sites import sites_in_words
         from .tracing import traced
 
         with torch.no_grad():
@@ -47,7 +48,7 @@ class FusingScenarios(ContractCase):
             missed = {site: why for site, why in verdict.missed.items() if OTHER_GRAPH not in why}
             self.validate(
                 not missed,
-                f"{name}: planned for {len(planned)} sites, matched at {len(verdict.matched)}; "
+                f"{name}: planned for {sites_in_words(len(planned))}, matched at {len(verdict.matched)}; "
                 + "; ".join(f"{site}: {why}" for site, why in missed.items()),
             )
             silent = [decision.site for decision in compiled.plan.decisions if not decision.reason]

@@ -27,6 +27,7 @@ from ..fusion.backends import choose, force, forced, survey
 from ..fusion.closeness import FLOAT32, compare
 from ..fusion.declare import REFERENCE, Argument, Flag, Index, Like, Op, Padded, Rows
 from ..fusion.ops.library import case_maker, declared, overload
+from ..fusion.sites import sites_in_words
 from .op_inputs import arguments_of, results_of
 from .scenario import Verbs, scenario
 from .tracing import traced
@@ -173,7 +174,7 @@ class StepContract(_Declared):
         self.validate(expected, f"{self.fusion} is expected nowhere: {self._decided(fused.plan)}")
         self.validate(
             sorted(verdict.matched) == sorted(expected),
-            f"{self.fusion}: expected at {len(expected)} sites, matched at {len(verdict.matched)}; "
+            f"{self.fusion}: expected at {sites_in_words(len(expected))}, matched at {len(verdict.matched)}; "
             + "; ".join(f"{site}: {why}" for site, why in verdict.missed.items()),
         )
         for one, other in zip(results_of(got), results_of(wanted), strict=True):

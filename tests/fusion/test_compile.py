@@ -103,6 +103,9 @@ def test_strict_names_layer_and_reason() -> None:
     assert "strict=False" in text
     with torch.no_grad(), pytest.raises(FusionMissedError):
         compiled(tokens())
+    one = fusion.compile(Layers(epsilon=1e-5), specs=specs(kv_epsilon=1e-5), strict=True)
+    with torch.no_grad(), pytest.raises(FusionMissedError, match=r"did not happen at 1 site:\n  - layers.0:latents: "):
+        one(tokens())
 
 
 @pytest.mark.usefixtures("_op_by_op")

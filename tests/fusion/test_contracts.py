@@ -228,5 +228,5 @@ def test_a_step_that_is_not_found_or_is_found_where_it_is_not_breaks_its_contrac
         def build_alike(self) -> Any:
             return TestAddAndNorm().build()
 
-    assert "add_rms_norm: expected at 1 sites, matched at 0; layer:final: " in problem_of(Not(), "s02")
+    assert "add_rms_norm: expected at 1 site, matched at 0; layer:final: " in problem_of(Not(), "s02")
     assert "add_rms_norm was put at layer:final" in problem_of(Not(), "s03")
