@@ -27,7 +27,7 @@ from .engine import NAMES as ENGINES
 from .engine import SPELT, Engine
 from .legality import legality
 from .limits import TokenLimit
-from .policy import At, Policy, shipped
+from .policy import At, Measurement, Policy, shipped
 from .sites import ACTIVATION, LINEAR, OwnSites, Site, decode_sites, linear_sites, mixture_sites, sites_of, stack_of
 from .steps import Kind, Legality
 from .target import Target
@@ -502,6 +502,8 @@ class _Decider:
                 ends = [end for end in (most, None if first is None else first - 1) if end is not None]
                 rows.append((fusion.name, "fallback", why, Tokens(1, min(ends, default=None))))
             if first is not None and (most is None or first <= most):
+                if (measured := self._measured(fusion, at)) is not None:
+                    self.measured[fusion.name, measured.release] = None
                 how = f": {limit.how}" if limit is not None and limit.how else ""
                 rows.append((fusion.name, "expected", legalities[fusion].reason + how, Tokens(first, most)))
                 first = None if most is None else most + 1
@@ -544,6 +546,10 @@ class _Decider:
         """The measurements, which only plans for an engine read."""
         return shipped() if self._given is None else self._given
 
+    def _measured(self, fusion: Fusion, at: At) -> Measurement | None:
+        """The measurement by which a fusion is on here, which only a decision that expects it quotes."""
+        return None if self._engine is None else self._policy.faster_at(fusion.name, self._engine, at)
+
     def _is_mixed(self, site: Site) -> bool:
         """Whether its layer holds a mixture of experts, which matters in an engine."""
         return site.spec.layer_index in self._mixed
@@ -571,7 +577,7 @@ class _Decider:
                 return found
             nowhere = engine.why_not(fusion.name, site.role)
             return found if nowhere is None else Legality(found.kind, nowhere)
-        measured = None if engine is None else self._policy.faster_at(fusion.name, engine, at)
+        measured = self._measured(fusion, at)
         refusal = None if engine is None else engine.why_not(fusion.name, site.role)
         if engine is not None and refusal is None:
             elsewhere = engine.why_kept(fusion.name, site.role)
@@ -597,5 +603,4 @@ class _Decider:
             return Legality("refused", reason)
         if unknown is not None or measured is None:
             return unknown or found
-        self.measured[fusion.name, measured.release] = None
         return Legality("expected", f"{found.reason}; measured {measured.quoted(at.elsewhere(measured))}")

@@ -28,7 +28,7 @@ sys.path.append(str(ROOT / "bench" / "scripts"))
 
 import policy_rows
 
-ADD, GROUP = "add_rms_norm", "add_rms_norm_group_quant"
+ADD, GROUP, DUAL = "add_rms_norm", "add_rms_norm_group_quant", "mla_dual_rms_norm"
 FIGURE = "1.06 times faster per decode step at batch 8 (a model, vLLM 0.1, a GPU)"
 SLOWER = "with the fusion a decode step took as long (1.002 times faster per decode step at batch 8; a model, vLLM 0.1, a GPU)"
 SM90 = Target.named("sm90")
@@ -253,6 +253,10 @@ def test_what_was_measured_with_another_release_is_taken_and_said() -> None:
         )
     made = planned("0.2.0", row(ADD), row(GROUP, release="0.2.3"))
     assert made.measured_with_another_release() == f"the figures of {ADD} were measured with vLLM 0.1; this is 0.2.0"
+    # What is a fallback only has a figure that is quoted nowhere.
+    made = planned("0.2", row(DUAL), row(f"{DUAL}_group_quant", release="0.2"))
+    assert made.fallback(DUAL) and not made.expected(DUAL)
+    assert made.measured_with_another_release() is None
     # SGLang counts its releases by the third number.
     for release, said in (
         ("0.5.23", None),
