@@ -46,6 +46,7 @@ FEW, MANY = 0, 6
 """Steps of the tuning."""
 _WIDE = r"(?:global|buffer)_load_dwordx4|ld\.global\S*\.v4\.b32"
 _ONE_BY_ONE = r"(?:global|buffer)_load_(?:ushort|u16|d16|short_d16)\w*|ld\.global(?!\S*\.v)\S*\.b16"
+_ROUNDED, _WIDENED = r"cvt\.rn\.bf16\.f32\s+(%rs\d+)", r"cvt\.f32\.bf16\s+%\w+, (%rs\d+)"
 _PUSH, _LOOK = r"st\.global\.v4\.b32", r"ld\.volatile\.global\.v4\.b32"
 FORMS = {form.op.name: form.op for fusion in FUSIONS.values() for form in fusion.forms if form.op.chain is not None}
 
@@ -87,6 +88,8 @@ class Compiler:
             "binary": len(result.asm["hsaco"] if "hsaco" in result.asm else result.asm["cubin"]),
             "wide_loads": len(re.findall(_WIDE, text)),
             "loads_one_by_one": len(re.findall(_ONE_BY_ONE, text)),
+            "rounded_singly": len({*re.findall(_ROUNDED, text)} & {*re.findall(_WIDENED, text)}),
+            "in_pairs": len(re.findall(r"cvt\.rn\.bf16x2\.f32", text)),
             "overlap": re.findall(r"griddepcontrol\.(\w+)", text), "shared": result.metadata.shared,
             "per_token": numbers[0] / TOKENS, "few": [int(n) for n in re.findall(_FEW, text.partition("griddepcontrol")[0])],
             "pushes": len(re.findall(_PUSH, text.partition("ld.volatile")[0])), "looks": len(re.findall(_LOOK, text)),

@@ -104,6 +104,14 @@ def test_no_row_on_the_grid_is_read_element_by_element(kernels: list[dict[str, A
     assert {tuple(k["widths"]) for k in kernels if k["loads_one_by_one"]} == {(1001, 333)}
 
 
+def test_nvidia_rounds_in_pairs(kernels: list[dict[str, Any]]) -> None:
+    """What is rounded before it is quantised, but for the largest magnitude of a row, which is one value."""
+    quantised = [k for k in kernels if k["target"].startswith("sm") and k["op"].partition("_with_")[0].endswith("_quant")]
+    assert {k["kernel"] for k in quantised} >= {"dual_norm", "row_norm", "gated_norm", "silu_mul"}
+    assert all(k["in_pairs"] and k["rounded_singly"] <= 1 for k in quantised)
+    assert not any(k["in_pairs"] for k in kernels if not k["target"].startswith("sm"))
+
+
 def test_narrow_rows_share_a_program(kernels: list[dict[str, Any]]) -> None:
     narrow = {
         (k["target"], k["rows"])

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from .rows import clamped, rounded
+from .rows import rounded, saturated
 from .turning import NOT_TURNED, angle, read_pairs, turned, write_pairs
 
 
@@ -32,7 +32,7 @@ def _roped(
     if STATIC:
         scale = 1.0 / tl.load(scale_in)
         first, second = rounded(first, q_rope.dtype.element_ty), rounded(second, q_rope.dtype.element_ty)
-        first, second = clamped(first * scale, LARGEST), clamped(second * scale, LARGEST)
+        first, second = saturated(first * scale, LARGEST), saturated(second * scale, LARGEST)
     at = (token * HEADS + head) * (LATENT + ROPE_WIDTH) + LATENT
     write_pairs(out, at, mask, first, second, ROPE_WIDTH, HALF, PAIRS)
 
@@ -66,7 +66,7 @@ def _absorbed(
     else:
         product = tl.dot(query, absorbing, input_precision="ieee").to(query.dtype)
     if STATIC:
-        product = clamped(product.to(tl.float32) * (1.0 / tl.load(scale_in)), LARGEST)
+        product = saturated(product.to(tl.float32) * (1.0 / tl.load(scale_in)), LARGEST)
     at = (token * HEADS + head) * (LATENT + ROPE_WIDTH)
     write = mask[:, None] & (column < LATENT)[None, :]
     tl.store(out + at[:, None] + column[None, :], product.to(out.dtype.element_ty), mask=write)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import NO_QUANT, PER_TOKEN, STATIC, clamped, magnitude, quant_scale, rounded, wait_in_turn
+from .rows import NO_QUANT, PER_TOKEN, STATIC, magnitude, quant_scale, rounded, saturated, wait_in_turn, wide
 
 
 @triton.jit(do_not_specialize=["rows", "x_token", "x_head", "gate_token", "gate_head", "scale_stride", "group_stride"])
@@ -42,9 +42,9 @@ def gated_norm(
     mask = there[:, None] & (column < WIDTH)
     x_at = (token * x_token + head * x_head) * X_UNIT
     gate_at = (token * gate_token + head * gate_head) * GATE_UNIT
-    value = tl.load(x + x_at[:, None] + column, mask=mask, other=0.0).to(tl.float32)
-    wide_gate = tl.load(gate + gate_at[:, None] + column, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    value = wide(tl.load(x + x_at[:, None] + column, mask=mask, other=0.0))
+    wide_gate = wide(tl.load(gate + gate_at[:, None] + column, mask=mask, other=0.0))
+    factor = wide(tl.load(weight + column, mask=column < WIDTH, other=0.0))
     if OFFSET != 0.0:
         factor += OFFSET
     activated = tl.sigmoid(wide_gate)
@@ -56,14 +56,15 @@ def gated_norm(
     normed = value * scale[:, None] * factor
     if NORM_FIRST:
         normed *= activated
-    normed = rounded(normed, x.dtype.element_ty)
+    if QUANT != NO_QUANT:
+        normed = rounded(normed, x.dtype.element_ty)
     if KEPT:
         tl.store(kept + number[:, None] * WIDTH + column, normed.to(kept.dtype.element_ty), mask=mask)
     at = out + number[:, None] * WIDTH + column
     if QUANT == NO_QUANT:
         result = normed
     elif QUANT == STATIC:
-        result = clamped(normed * (1.0 / tl.load(scale_in)), LARGEST)
+        result = saturated(normed * (1.0 / tl.load(scale_in)), LARGEST)
     elif QUANT == PER_TOKEN:
         most = tl.max(tl.max(magnitude(normed), axis=1), axis=0).to(tl.float32, bitcast=True)
         own, inverse = quant_scale(most, LARGEST, SCALING)

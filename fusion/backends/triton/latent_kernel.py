@@ -15,7 +15,6 @@ from .rows import (
     OF_SCALE,
     USUAL,
     all_rounded,
-    clamped,
     finish,
     magnitude,
     quant_scale,
@@ -23,6 +22,7 @@ from .rows import (
     read_weight,
     rms_scale,
     rounded,
+    saturated,
     scaled_by,
     wait_in_turn,
     weighted_by,
@@ -56,11 +56,11 @@ def _write_entry(
     else:
         if FORM == FP8:
             scale = 1.0 / tl.load(cache_scale)
-            first, second = clamped(first * scale, CACHE_LARGEST), clamped(second * scale, CACHE_LARGEST)
+            first, second = saturated(first * scale, CACHE_LARGEST), saturated(second * scale, CACHE_LARGEST)
         for i in tl.static_range(0, len(result)):
             value = result[i]
             if FORM == FP8:
-                value = clamped(value * scale, CACHE_LARGEST)
+                value = saturated(value * scale, CACHE_LARGEST)
             write_chunk(cache + at, value, i * KV_CHUNK, KV_WIDTH, KV_CHUNK, 0, USUAL)
         write_pairs(cache, at + KV_WIDTH + one, one == 0, first, second, ROPE_WIDTH, HALF, PAIRS)
 
@@ -99,7 +99,8 @@ def _finish_entry(
 ):  # fmt: skip
     """Norm the latent and write the entry, if its slot is one."""
     result = scaled_by(weighted_by(values, weights, KV_OFFSET), rms_scale(values, KV_WIDTH, KV_EPSILON, 0, 1))
-    result = all_rounded(result, TYPE)
+    if FORM != PLAIN:
+        result = all_rounded(result, TYPE)
     if (slot >= 0) & (slot < entries):
         page = slot // page_size
         _write_entry(

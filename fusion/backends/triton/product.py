@@ -9,17 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import PER_GROUP, PER_TOKEN, STATIC, clamped, magnitude, quant_scale, rounded, wait_in_turn
+from .rows import PER_GROUP, PER_TOKEN, STATIC, clamped, magnitude, quant_scale, rounded, saturated, wait_in_turn, wide
 
 
 @triton.jit
 def _product(gate, up, at_gate, at_up, mask, LIMIT: tl.constexpr):
-    wide = tl.load(gate + at_gate, mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(up + at_up, mask=mask, other=0.0).to(tl.float32)
+    value = wide(tl.load(gate + at_gate, mask=mask, other=0.0))
+    other = wide(tl.load(up + at_up, mask=mask, other=0.0))
     if LIMIT > 0.0:
-        wide = tl.where(wide > LIMIT, LIMIT, wide)
+        value = tl.where(value > LIMIT, LIMIT, value)
         other = clamped(other, LIMIT)
-    return rounded(wide * tl.sigmoid(wide) * other, gate.dtype.element_ty)
+    return rounded(value * tl.sigmoid(value) * other, gate.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["rows", "gate_units", "up_units", "scale_stride", "group_stride"])
@@ -77,5 +77,5 @@ def silu_mul(
             tl.store(scales + row * scale_stride + group.to(tl.int64) * group_stride, own)
             value *= inverse[:, None]
         elif QUANT == STATIC:
-            value = clamped(value * (1.0 / tl.load(scale_in)), LARGEST)
+            value = saturated(value * (1.0 / tl.load(scale_in)), LARGEST)
         tl.store(out + (row * WIDTH)[:, None] + column, value.to(out.dtype.element_ty), mask=mask)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from .rows import clamped, rounded
+from .rows import rounded, saturated
 from .turning import NOT_TURNED, angle, read_pairs, turned, write_pairs
 
 
@@ -49,7 +49,7 @@ def query(
             inside = mask[:, None] & (column < KV_WIDTH)
             value = tl.load(q_latent + start[:, None] + column, mask=inside, other=0.0)
             if STATIC:
-                value = clamped(value.to(tl.float32) * scale, LARGEST)
+                value = saturated(value.to(tl.float32) * scale, LARGEST)
             tl.store(out + at[:, None] + column, value.to(out.dtype.element_ty), mask=inside)
     if PAIRS != NOT_TURNED:
         position = tl.load(positions + token, mask=mask, other=0).to(tl.int64)
@@ -58,7 +58,7 @@ def query(
         first, second = turned(first, second, c, s)
     if STATIC:
         first, second = rounded(first, q_rope.dtype.element_ty), rounded(second, q_rope.dtype.element_ty)
-        first, second = clamped(first * scale, LARGEST), clamped(second * scale, LARGEST)
+        first, second = saturated(first * scale, LARGEST), saturated(second * scale, LARGEST)
     if not LATENT:
         tl.debug_barrier()  # every column is read before one is written, by whichever threads
     write_pairs(out, at + KV_WIDTH, mask, first, second, ROPE_WIDTH, HALF, PAIRS)
