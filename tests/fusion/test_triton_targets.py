@@ -106,7 +106,9 @@ def test_no_row_on_the_grid_is_read_element_by_element(kernels: list[dict[str, A
 
 def test_nvidia_rounds_in_pairs(kernels: list[dict[str, Any]]) -> None:
     """What is rounded before it is quantised, but for the largest magnitude of a row, which is one value."""
-    quantised = [k for k in kernels if k["target"].startswith("sm") and k["op"].partition("_with_")[0].endswith("_quant")]
+    quantised = [
+        k for k in kernels if k["target"].startswith("sm") and k["op"].partition("_with_")[0].endswith("_quant")
+    ]
     assert {k["kernel"] for k in quantised} >= {"dual_norm", "row_norm", "gated_norm", "silu_mul"}
     assert all(k["in_pairs"] and k["rounded_singly"] <= 1 for k in quantised)
     assert not any(k["in_pairs"] for k in kernels if not k["target"].startswith("sm"))

@@ -209,7 +209,7 @@ def weighted_by(values, weights, OFFSET: tl.constexpr):
 @triton.jit
 def rounded(value, TYPE: tl.constexpr):
     """In float32, as it comes back from memory in TYPE."""
-    if TYPE == tl.bfloat16 and is_nvidia() and value.numel > 1:
+    if tl.bfloat16 == TYPE and is_nvidia() and value.numel > 1:
         return tl.inline_asm_elementwise(_ROUND, "=r,=r,r,r", [value], tl.float32, is_pure=True, pack=2)
     return value.to(TYPE).to(tl.float32)
 
