@@ -300,6 +300,16 @@ def test_a_policy_is_one() -> None:
 # ---- the file
 
 
+def test_a_model_is_called_by_one_name_and_as_readmes_table_calls_it() -> None:
+    named: dict[str, set[str]] = {}
+    for each in shipped().measurement:
+        named.setdefault(each.stage.partition(", ")[0], set()).add(each.model)
+    assert not [names for names in named.values() if len(names) > 1]
+    on = [each for each in shipped().measurement if each.engine == "vllm" and each.faster and each.release == "0.33.0"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(on) > 5 and not [each.model for each in on if f"| {each.model.split(', ')[0]}, " not in readme]
+
+
 @pytest.mark.parametrize("measured", shipped().measurement, ids=lambda each: f"{each.stage}-{each.arm}")
 def test_every_row_is_what_its_results_file_says(measured: Measurement) -> None:
     assert {batch: [*cell] for batch, cell in measured.decode.items()} == policy_rows.cells(
