@@ -15,8 +15,8 @@ from torch.nn import functional as F  # noqa: N812 (everybody's name for it)
 
 from ..fusion.chain import Form
 from ..fusion.compose import written
+from ..fusion.formats import FORMATS
 from ..fusion.ops.groups import world_size
-from ..fusion.ops.quantisation import quantise_mxfp4, quantise_mxfp8, quantise_nvfp4
 
 Results = tuple[Tensor, ...]
 
@@ -30,7 +30,10 @@ Arithmetic = Mapping[str, Callable[..., Any]]
 
 
 def compose(form: Form, how: Arithmetic) -> Callable[..., Results]:
-    """The chain as one function, which takes all of the op's arguments by position and gives all of its results."""
+    """The chain as one function, which takes all of the op's arguments by position and gives all of its results.
+
+    What `how` does not quantise to is quantised as the format's own reference does.
+    """
     function = written(form.op.name, form.chain, form.op.args, form.op.results, how)
     if len(form.op.results) > 1:
         return function
@@ -40,8 +43,8 @@ def compose(form: Form, how: Arithmetic) -> Callable[..., Results]:
 # ---- as a model without fused kernels has it -------------------------------------------------------------------------
 
 
-def quantise(
-    values: Tensor, dtype: torch.dtype, group_size: int | None, column_major: bool, ue8m0: bool, tma_aligned: bool
+def quantise_group(
+    values: Tensor, dtype: torch.dtype, group_size: int | None, column_major: bool, tma_aligned: bool, ue8m0: bool
 ) -> tuple[Tensor, Tensor]:
     """Values (tokens, width) to fp8 and the float32 scales (tokens, groups)."""
     values = values.float()
@@ -60,6 +63,11 @@ def quantise(
     elif column_major:
         scales = scales.t().contiguous().t()
     return quantised.view(-1, groups * size)[:, :width], scales
+
+
+def quantise_per_token(values: Tensor, dtype: torch.dtype, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """The same with scales (tokens, 1)."""
+    return quantise_group(values, dtype, None, False, False, ue8m0)
 
 
 def gathered(x: Tensor, group: str) -> Tensor:
@@ -114,11 +122,9 @@ def _padded(value: Tensor, width: int) -> Tensor:
 
 
 _ROUNDED: dict[str, Callable[..., Any]] = {
-    "_quantise": quantise,
-    "_quantise_static": quantise_static,
-    "_quantise_mxfp8": quantise_mxfp8,
-    "_quantise_mxfp4": quantise_mxfp4,
-    "_quantise_nvfp4": quantise_nvfp4,
+    "quantise_per_token": quantise_per_token,
+    "quantise_group": quantise_group,
+    "quantise_static": quantise_static,
     "_pad": _padded,
 }
 
@@ -165,11 +171,10 @@ FUSABLE: Arithmetic = {**_in(torch.float32), **_ROUNDED, "_store": lambda value,
 
 EXACT: Arithmetic = {
     **_in(torch.float64),
-    "_quantise": lambda values, *_: (values, values),
-    "_quantise_static": lambda values, *_: values,
-    "_quantise_mxfp8": lambda values: (values, values),
-    "_quantise_mxfp4": lambda values: (values, values),
-    "_quantise_nvfp4": lambda values, *_: (values, values),
+    **{
+        form.op: (lambda values, *_: (values, values)) if len(form.results) > 1 else (lambda values, *_: values)
+        for form in FORMATS.values()
+    },
     "_store": lambda value, _: value,
 }
 """In float64 and never rounded. In place of quantised values and of their scales, the values themselves."""

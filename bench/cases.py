@@ -15,11 +15,10 @@ from ..adapters.errors import shown
 from ..fusion.catalog import FUSIONS
 from ..fusion.chain import Form, Fusion
 from ..fusion.declare import (
+    ELEMENTS,
     BlockScale,
-    Exponents,
     Index,
     Like,
-    Packed,
     Padded,
     Quantised,
     Result,
@@ -78,7 +77,7 @@ class Case:
     weight_dtype: str
     "Likewise."
     quant: str | None
-    "static, per_token, group, mxfp8, mxfp4, nvfp4 or None."
+    "The scheme of a format, or None."
     fp8: str | None
     "e4m3fn or e4m3fnuz; None where nothing is quantised to it."
     group_size: int | None
@@ -125,9 +124,7 @@ class Case:
         if isinstance(result, Padded):
             return tokens, self.padded_width or width
         if isinstance(result, Quantised):
-            return tokens, width
-        if isinstance(result, Packed):
-            return tokens, width // 2
+            return tokens, width // (ELEMENTS[result.dtype].per if result.dtype else 1)
         if isinstance(result, BlockScale):
             return tokens, width // result.columns
         return tokens, 1 if self.group_size is None else -(-width // self.group_size)
@@ -157,14 +154,12 @@ class Case:
         return written
 
     def dtype_of(self, result: Result) -> str:
-        """Of one result: that of the rows, uint8, the fp8 format, or fp32."""
+        """Of one result: that of the rows, the fp8 format, another that holds what is quantised or its scales, or fp32."""
         if isinstance(result, Like | Padded):
             return self.dtype
-        if isinstance(result, Packed | Exponents):
-            return "uint8"
-        if isinstance(result, BlockScale):
-            return "e4m3fn"
-        return self.fp8 or "" if isinstance(result, Quantised) else "fp32"
+        if isinstance(result, Quantised | BlockScale):
+            return result.dtype.removeprefix("float8_") or self.fp8 or ""
+        return "fp32"
 
     def bytes_moved(self, tokens: int) -> int:
         """What the op must read and write."""

@@ -8,6 +8,7 @@ float32's additions do, and where it is rounded before the residual is added, by
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from attrs import frozen
 from torch import Tensor
 
 from ..fusion.closeness import FLOAT32, NORM_UNITS, SCALE_UNITS
-from ..fusion.declare import Like, Padded
+from ..fusion.declare import ELEMENTS, Exponents, Like, Padded, SmallScales
 from ..fusion.ops.quantisation import scale_strides
 from ..fusion.steps import Add, Quant
-from .arithmetic import EXACT, LARGEST, SMALLEST_AMAX, compose
+from .arithmetic import EXACT, SMALLEST_AMAX, compose
 from .cases import step_of
 from .inputs import DTYPES, FP8_DTYPES, Work
 
@@ -47,9 +48,9 @@ def expected(work: Work, index: int) -> tuple[Tensor, ...]:
 def poison(results: tuple[Tensor, ...]) -> None:
     """Fill results with NaN, so that what is not written again shows."""
     for result in results:
-        if result.dtype == torch.uint8:
+        if not result.dtype.is_floating_point:
             result.zero_()
-        elif result.dtype in LARGEST:
+        elif result.dtype in FP8_DTYPES.values():
             result.view(torch.uint8).fill_(_nan_byte(result.dtype))
         else:
             result.fill_(float("nan"))
@@ -130,7 +131,7 @@ def _shapes(work: Work, results: tuple[Tensor, ...]) -> str:
     return ""
 
 
-_DTYPES = {**DTYPES, **FP8_DTYPES, "uint8": torch.uint8}
+_DTYPES = {**DTYPES, **{name.removeprefix("float8_"): getattr(torch, name) for name in ELEMENTS}}
 
 
 def _listed(shapes: list[Any]) -> str:
@@ -156,10 +157,10 @@ def _quantised(work: Work, quant: Quant, right: Tensor, found: list[Tensor], mor
     case = work.case
     slack = SCALE_UNITS * FLOAT32 + NORM_UNITS[work.dtype] * torch.finfo(work.dtype).eps
     width = right.shape[-1]
-    step = _FORMATS["e2m1" if quant.format.packed else case.fp8 or ""]
-    got = _e2m1(found[0]) if quant.format.packed else found[0].float().double()  # float8 has no arithmetic of its own
-    problem = ""
-    if quant.per == "static":
+    element = ELEMENTS[quant.format.dtype or f"float8_{case.fp8}"]
+    got = _e2m1(found[0]) if element.per > 1 else found[0].float().double()  # float8 has no arithmetic of its own
+    problem, scaling = "", quant.format.results[-1]
+    if len(found) == 1:
         scale = work.weights[quant.scale].double()
     else:
         groups = found[1].shape[-1]
@@ -171,54 +172,36 @@ def _quantised(work: Work, quant: Quant, right: Tensor, found: list[Tensor], mor
         amax = largest_of(right.abs())
         # Of a largest value, relative to it.
         off = slack if more is None else largest_of(more).div_(amax.clamp(min=SMALLEST_AMAX)).add_(slack)
-        if quant.per == "nvfp4":
+        if isinstance(scaling, SmallScales):
             factor = work.weights[quant.global_scale].double()
             problem = _small_scale_problem(amax * factor / 6, found[1].float().double(), off)
             per_group = found[1].float().double() / factor
-        elif quant.format.block:
-            largest = 2 if quant.per == "mxfp4" else 8
-            problem = _exponent_problem(amax, found[1], off, largest)
+        elif isinstance(scaling, Exponents):
+            problem = _exponent_problem(amax, found[1], off, math.frexp(element.largest)[1] - 1)
             per_group = torch.exp2(found[1].double() - 127)
         else:
-            ideal = amax.clamp_(min=SMALLEST_AMAX).div_(LARGEST[work.fp8])
+            ideal = amax.clamp_(min=SMALLEST_AMAX).div_(element.largest)
             per_group = found[1].double()
             problem = _scale_problem(ideal, per_group, off, case.ue8m0)
         scale = per_group.repeat_interleave(size, dim=-1)[:, :width]
     # In units of the scale. Below the normal numbers of float16 a rounding errs by a step of fixed size.
-    exact = (right / scale).clamp_(-step.largest, step.largest)
+    exact = (right / scale).clamp_(-element.largest, element.largest)
     subnormal = torch.finfo(work.dtype).smallest_normal * torch.finfo(work.dtype).eps
     beyond = subnormal / scale if more is None else (more + subnormal) / scale
     magnitude = exact.abs().mul_(1 + slack)
     highest = magnitude if more is None else magnitude + more / scale
-    exponent = torch.frexp(highest.clamp(min=step.smallest)).exponent.double()
-    half_step = torch.exp2(exponent - 2 - step.mantissa).clamp_(min=step.smallest / 2)
+    exponent = torch.frexp(highest.clamp(min=element.smallest)).exponent.double()
+    half_step = torch.exp2(exponent - 2).mul_(element.step).clamp_(min=element.smallest / 2)
     error = (got - exact).abs_().sub_(magnitude.mul_(slack)).sub_(beyond).div_(half_step)
     worst = float(error.max())
     if worst != worst:
         return worst, problem or "a quantised value or a scale is NaN: an element was not written, or computed wrongly"
     # Sums in another order move a value across the middle of a step by the slack, which is subtracted above.
     if worst > 1 + 1e-6 and not problem:
-        problem = f"a quantised value is off by {worst:.6g} half steps of {step.name} (allowed 1)"
+        problem = f"a quantised value is off by {worst:.6g} half steps of {element.word} (allowed 1)"
     return worst, problem
 
 
-@frozen
-class _Format:
-    """What decides the step of a format at a magnitude."""
-
-    name: str
-    largest: float
-    mantissa: int
-    "Bits."
-    smallest: float
-    "The smallest positive value."
-
-
-_FORMATS = {
-    "e4m3fn": _Format("fp8", 448.0, 3, 2.0**-9),
-    "e4m3fnuz": _Format("fp8", 240.0, 3, 2.0**-10),
-    "e2m1": _Format("fp4", 6.0, 1, 0.5),
-}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -240,9 +240,10 @@ def _refusals(name: str, form: Form, options: Options) -> Iterator[str]:
 
 def _fp8(form: Form, options: Options, detected: str) -> str | None:
     quant = step_of(form, Quant)
-    if quant is None or quant.format.packed:
+    if quant is None:
         return None
-    return FP8[0] if quant.format.block else options.fp8 or detected
+    own = quant.format.dtype.removeprefix("float8_")
+    return (own if own in FP8 else None) if own else options.fp8 or detected
 
 
 def _padded_width(form: Form, shape: _Shape, options: Options) -> int | None:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..fusion.declare import (
     Argument,
-    GlobalScale,
     GroupName,
     GroupSize,
     Index,
@@ -38,10 +37,6 @@ FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 
 FEWEST_SETS, MOST_SETS = 8, 64
 """On a GPU; on a CPU, whose cache may outsize anything that is worth the time, always the fewest."""
-STATIC_SCALE = 0.02
-"""Of a norm of about one: the largest values are near the middle of fp8's range, and few are clamped."""
-GLOBAL_SCALE = 300.0
-"""Of the same in NVFP4: values up to 9, and a scale's largest is about half of what it can be."""
 POSITIONS, ROPE_BASE = 8192, 1e6
 """Rows of the tables of a rope, and Qwen3's base of its frequencies."""
 CACHES = 4
@@ -165,9 +160,7 @@ def make(case: Case, tokens: int, device: torch.device, sets: int, seed: int = 0
         for width in (next(rows.width for rows in op.rows if rows.name == each.of),)
     }
     scales = {
-        each.name: torch.full((1,), GLOBAL_SCALE if isinstance(each, GlobalScale) else STATIC_SCALE, device=device)
-        for each in op.args
-        if isinstance(each, StaticScale)
+        each.name: torch.full((1,), each.sample, device=device) for each in op.args if isinstance(each, StaticScale)
     }
     return Work(
         case=case,

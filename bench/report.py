@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from ..adapters.arguments import expect
-from ..fusion.formats import BLOCKS
+from ..fusion.formats import FORMATS, FP8
 from .against import AGAINST, best_unfused, ratio
 from .result import COPY, NOT_ASKED_FOR, Result, Row
 
@@ -135,8 +135,8 @@ def _said_of_right_ones(result: Result) -> Iterator[str]:
 def _quantised(case: Case) -> str:
     if case.quant == "static":
         return f"{case.fp8} by a given scale"
-    if case.quant in BLOCKS:
-        return case.quant
+    if case.quant not in [FORMATS[word].scheme for word in FP8]:
+        return case.quant or ""
     scale = "per token" if case.group_size is None else f"per {case.group_size} columns"
     order = ", TMA-aligned" if case.tma_aligned else ", column-major" if case.column_major else ""
     return f"{case.fp8} with one {'power-of-two ' if case.ue8m0 else ''}scale {scale}{order}"

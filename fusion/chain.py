@@ -159,6 +159,8 @@ class Fusion:
         # A class that is derived from one of ours computes something else.
         if not self._is_composed or not all(step.is_ours for step in self.chain):
             return ()
+        if self.format is not None and self.format.mode is None:
+            return ()
         return COLLECTIVE if self.across_ranks else FAMILY
 
     @name.validator

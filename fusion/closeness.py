@@ -14,6 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from .declare import (
+    ELEMENTS,
     Argument,
     BlockScale,
     Cache,
@@ -22,7 +23,6 @@ from .declare import (
     GlobalScale,
     GroupSize,
     Op,
-    Packed,
     Quantised,
     Result,
     Scales,
@@ -41,8 +41,7 @@ SCALE_UNITS = 16.0
 
 FLOAT32 = torch.finfo(torch.float32).eps
 
-_SMALLEST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e4m3fnuz: 2.0**-10}
-"""The smallest positive value of each fp8 format: below its normal numbers that is its step. Above, a step is an eighth of a value at most."""
+_HELD = {getattr(torch, dtype): element for dtype, element in ELEMENTS.items()}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -101,8 +100,10 @@ def compare(op: Op, given: tuple[Any, ...], got: tuple[Tensor, ...], wanted: tup
             yield _apart(each.name, mine, right, 0.0, 1.0)
         elif isinstance(each, SmallScales):
             # Rounding may move a scale to the next one of its format.
-            yield _apart(each.name, mine.float(), right.float(), 2.0**-3 + slack, _SMALLEST[mine.dtype], shown=mine)
-        elif isinstance(each, Quantised | Packed):
+            yield _apart(
+                each.name, mine.float(), right.float(), 2.0**-3 + slack, _HELD[mine.dtype].smallest, shown=mine
+            )
+        elif isinstance(each, Quantised):
             size = scaling.columns if isinstance(scaling, BlockScale) else None if scaling is None else group
             factors = [None if scaling is None else of[scaling.name] for of in (ours, theirs)]
             if isinstance(scaling, SmallScales):
@@ -162,9 +163,9 @@ def _quantised(
 
     subnormal: what the rounding before may move a value by, however small that is; scale: what divided it, where no factors did.
     """
-    packed = got.dtype == torch.uint8
-    step, smallest = (0.5, 0.5) if packed else (2.0**-3, _SMALLEST[got.dtype])
-    mine, right = (_e2m1(each) if packed else each.float().double() for each in (got, wanted))
+    element = _HELD[got.dtype]
+    step, smallest = element.step, element.smallest
+    mine, right = (_e2m1(each) if element.per > 1 else each.float().double() for each in (got, wanted))
     if factors[0] is None or factors[1] is None:
         beyond = 0.0 if scale is None else (subnormal / scale.double()).nan_to_num_(0.0, posinf=0.0)
         return _apart(name, mine, right, step + slack, smallest + beyond, shown=got)

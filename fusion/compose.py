@@ -99,7 +99,7 @@ def _sentence(chain: Sequence[Step], main: Step) -> str:
 
 
 def lines(chain: Sequence[Step], results: Sequence[Result]) -> Iterator[str]:
-    """The chain as Python statements over the functions of `ops.arithmetic.REFERENCE`, and those of its steps.
+    """The chain as Python statements over the functions of `ops.arithmetic.REFERENCE`, and those of its steps and its format.
 
     What a sink takes is what the chain without it would give, rounded to the dtype of the rows.
     """
@@ -121,12 +121,13 @@ def lines(chain: Sequence[Step], results: Sequence[Result]) -> Iterator[str]:
 def written(
     name: str, chain: Sequence[Step], arguments: Sequence[Argument], results: Sequence[Result], how: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """The chain as one function of all arguments by position. `how`: the functions that `lines` names, but for the steps' own.
+    """The chain as one function of all arguments by position. `how`: the functions that `lines` names, but for those of steps and formats that it leaves out.
 
     It is written out as source, since a compiler guards every object that it meets on the way through a loop over steps.
     """
     body = "\n    ".join(lines(chain, results))
-    scope = {name: function for step in chain for name, function in step.reference().items()} | dict(how)
+    scope = {name: function for step in chain for name, function in step.reference().items()}
+    scope |= {step.format.op: step.format.function for step in chain if step.format is not None} | dict(how)
     source = f"def chain({', '.join(argument.name for argument in arguments)}):\n    {body}\n"
     exec(compile(source, f"<chain of {name}>", "exec"), scope)
     function: Callable[..., Any] = scope["chain"]

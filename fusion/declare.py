@@ -261,6 +261,9 @@ class Number(Argument):
 class StaticScale(Argument):
     """The scale of a static quantisation."""
 
+    sample: ClassVar[float] = 0.02
+    "What a benchmark gives: of a norm of about one the largest values are then near the middle of fp8's range, and few are clamped."
+
     name: str = "scale"
     doc: str = "one float32 element on the device of the rows: values are divided by it."
 
@@ -268,6 +271,8 @@ class StaticScale(Argument):
 @frozen(kw_only=True, eq=False, repr=False)
 class GlobalScale(StaticScale):
     """The scale over the scales of NVFP4, vLLM's `input_global_scale`: 448 * 6 over the largest magnitude of a calibration."""
+
+    sample = 300.0  # values up to 9
 
     name: str = "global_scale"
     doc: str = "one float32 element on the device of the rows: 448 * 6 over the largest magnitude there may be; scales are stored times it."
@@ -464,34 +469,58 @@ class Like(Result):
     """A tensor of the shape and dtype of `of`."""
 
 
+@frozen(kw_only=True)
+class Element:
+    """One quantised value: how it is held, and its step at a magnitude."""
+
+    word: str
+    per: int = 1
+    "How many lie in one element of a tensor, the first in the low bits."
+    largest: float
+    step: float
+    "Of a value, relative to its power of two; 0: every step is `smallest`."
+    smallest: float
+    "The smallest positive value, which is the step below the normal numbers."
+
+
+ELEMENTS = {
+    "float8_e4m3fn": Element(word="fp8", largest=448.0, step=2.0**-3, smallest=2.0**-9),
+    "float8_e4m3fnuz": Element(word="fp8", largest=240.0, step=2.0**-3, smallest=2.0**-10),
+    "uint8": Element(word="fp4", per=2, largest=6.0, step=2.0**-1, smallest=0.5),
+    "int8": Element(word="int8", largest=127.0, step=0.0, smallest=1.0),
+}
+"""Those that are known, by the dtype that holds them, in torch's words; fp4 is e2m1."""
+
+
+@frozen(kw_only=True, eq=False, repr=False)
 class Quantised(Result):
-    """An fp8 tensor as wide as `of`, heads joined; its dtype is the argument of kind `QuantDtype`, or e4m3fn."""
+    """What is quantised, heads joined: as wide as `of`, or as many times narrower as values lie in one element."""
+
+    dtype: str = ""
+    "A key of `ELEMENTS`; empty: the fp8 format that the argument of kind `QuantDtype` says, or e4m3fn."
 
 
 class Scales(Result):
     """The float32 scales, (..., groups), laid out as `ops.quantisation.scale_strides` says."""
 
 
-class Packed(Result):
-    """Two fp4 (e2m1) values per byte, the first in the low bits: uint8, half as wide as `of`."""
-
-
 class BlockScale(Result):
     """One byte per `columns` of a row: what scales them."""
 
     columns: ClassVar[int]
+    dtype: ClassVar[str]
 
 
 class Exponents(BlockScale):
     """The scales of MX formats: their exponents plus 127 (e8m0) in uint8, one per 32 columns."""
 
-    columns = 32
+    columns, dtype = 32, "uint8"
 
 
 class SmallScales(BlockScale):
     """The scales of NVFP4: float8_e4m3fn, one per 16 columns; laid out as the argument of kind `Swizzled` says."""
 
-    columns = 16
+    columns, dtype = 16, "float8_e4m3fn"
 
 
 class Padded(Result):

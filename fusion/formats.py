@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
-from attrs import frozen
+from attrs import Factory, field, frozen
 
-from .declare import BlockScale, Exponents, Packed, Quantised, Result, Scales, SmallScales
+from .declare import ELEMENTS, BlockScale, Exponents, Quantised, Result, Scales, SmallScales
 from .target import Target
 
 FP8_FORMATS = ("e4m3fn", "e4m3fnuz")
@@ -34,20 +36,39 @@ class Format:
 
     word: str
     "As `Quant(per=...)` says it."
-    scheme: str
+    scheme: str = field(default=Factory(lambda self: self.word, takes_self=True))
     "As `ActivationQuant.scheme` and the names of fusions say it."
     says: str
     "What comes of a tensor, in words."
-    mode: int
-    "As Triton's kernels know it: `QUANT` in `backends.triton.rows`, where 0 quantises nothing."
+    mode: int | None = None
+    "As Triton's kernels know it: `QUANT` in `backends.triton.rows`, where 0 quantises nothing; None: no kernel of layerfuse's does it."
     options: tuple[str, ...] = ()
     "The arguments of an op that writes it, in order: the fields of `Quant` that name them."
-    call: str
-    "Its arithmetic: a call of a function of `ops.arithmetic.REFERENCE`, with the rows and the options to be filled in."
     results: tuple[Result, ...]
     "Its values, and its scales where they are not given: with names to be filled in."
-    absent: Callable[[Target], str | None] = _no_fp8
+    reference: str = field(default=Factory(lambda self: f"{__package__}.ops.quantisation:{self.op}", takes_self=True))
+    "`module:function`, its arithmetic in plain torch: from values (..., width) of any dtype and the options, by position, to the results."
+    ops: tuple[str, ...] = ()
+    "Ops of others, by qualified name, that take and give what `op` does: arguments that they share have its names."
+    absent: Callable[[Target], str | None]
     "Why a target does not have it, as a sentence, or None where it has."
+
+    @property
+    def op(self) -> str:
+        """The op of `ops.canonical` that does it alone."""
+        return f"quantise_{self.scheme}"
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What `reference` names. It may import torch."""
+        module, _, name = self.reference.partition(":")
+        found: Callable[..., Any] = getattr(import_module(module), name)
+        return found
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is in the target's fp8 format, so that graphs may hold it step by step."""
+        return "dtype" in self.options
 
     @property
     def block(self) -> int:
@@ -55,9 +76,14 @@ class Format:
         return next((each.columns for each in self.results if isinstance(each, BlockScale)), 0)
 
     @property
-    def packed(self) -> bool:
-        """Whether two values are in a byte."""
-        return isinstance(self.results[0], Packed)
+    def dtype(self) -> str:
+        """Of the tensor that holds its values, as torch names it; empty: the target's fp8 format."""
+        return next(each.dtype for each in self.results if isinstance(each, Quantised))
+
+    @property
+    def packed(self) -> int:
+        """How many values lie in one element of that tensor."""
+        return ELEMENTS[self.dtype].per if self.dtype else 1
 
     def why_not(self, target: Target, width: int) -> str | None:
         """Why rows of this width cannot be quantised to it there, or None."""
@@ -67,7 +93,8 @@ class Format:
 
 
 _VALUES = Quantised(name="", of="", doc="in fp8, of what the op without the quantisation gives.")
-_PACKED = Packed(name="", of="", doc="two fp4 values per byte.")
+_E4M3FN = Quantised(name="", of="", doc=_VALUES.doc, dtype="float8_e4m3fn")
+_PACKED = Quantised(name="", of="", doc="two fp4 values per byte.", dtype="uint8")
 _EXPONENTS = Exponents(name="", of="", doc="exponents plus 127, one per 32 columns.")
 _SMALL = SmallScales(name="", of="", doc="float8_e4m3fn, one per 16 columns, times `global_scale`.")
 _PER_TOKEN = Scales(name="", of="", doc="the float32 scales, (..., 1).")
@@ -77,38 +104,34 @@ FORMATS = {
     each.word: each
     for each in (
         Format(
-            word="static", scheme="static", says="fp8 by a static scale", mode=3, results=(_VALUES,),
-            options=("scale", "dtype"), call="_quantise_static({rows}, {scale}, {dtype})",
+            word="static", says="fp8 by a static scale", mode=3, absent=_no_fp8,
+            results=(_VALUES,), options=("scale", "dtype"),
         ),
         Format(
-            word="token", scheme="per_token", says="fp8 with one scale per token", mode=1, results=(_VALUES, _PER_TOKEN),
-            options=("dtype", "use_ue8m0"), call="_quantise({rows}, {dtype}, None, False, {use_ue8m0}, False)",
+            word="token", scheme="per_token", says="fp8 with one scale per token", mode=1, absent=_no_fp8,
+            results=(_VALUES, _PER_TOKEN), options=("dtype", "use_ue8m0"),
         ),
         Format(
-            word="group", scheme="group", says="fp8 with one scale per group of columns", mode=2,
+            word="group", says="fp8 with one scale per group of columns", mode=2, absent=_no_fp8,
             results=(_VALUES, _PER_GROUP),
             options=("dtype", "group_size", "column_major", "tma_aligned", "use_ue8m0"),
-            call="_quantise({rows}, {dtype}, {group_size}, {column_major}, {use_ue8m0}, {tma_aligned})",
         ),
         Format(
-            word="mxfp8", scheme="mxfp8", says="MXFP8: fp8 with one exponent per 32 columns", mode=4, absent=_no_mx,
-            results=(_VALUES, _EXPONENTS), call="_quantise_mxfp8({rows})",
+            word="mxfp8", says="MXFP8: fp8 with one exponent per 32 columns", mode=4, absent=_no_mx,
+            results=(_E4M3FN, _EXPONENTS),
         ),
         Format(
-            word="mxfp4", scheme="mxfp4", says="MXFP4: fp4 with one exponent per 32 columns", mode=5, absent=_no_mx,
-            results=(_PACKED, _EXPONENTS), call="_quantise_mxfp4({rows})",
+            word="mxfp4", says="MXFP4: fp4 with one exponent per 32 columns", mode=5, absent=_no_mx,
+            results=(_PACKED, _EXPONENTS),
+            ops=("vllm::rocm_aiter_dynamic_mxfp4_quant",),  # over AITER's Triton dynamic_mxfp4_quant
         ),
         Format(
-            word="nvfp4", scheme="nvfp4", says="NVFP4: fp4 with one fp8 scale per 16 columns", mode=6, absent=_no_nvfp4,
+            word="nvfp4", says="NVFP4: fp4 with one fp8 scale per 16 columns", mode=6, absent=_no_nvfp4,
             results=(_PACKED, _SMALL), options=("global_scale", "swizzled"),
-            call="_quantise_nvfp4({rows}, {global_scale}, {swizzled})",
         ),
     )
 }  # fmt: skip
 """Every format by its word."""
 
-FP8 = ("static", "token", "group")
+FP8 = tuple(word for word, form in FORMATS.items() if form.is_plain)
 """Those in plain fp8."""
-
-BLOCKS = tuple(word for word, form in FORMATS.items() if form.block)
-"""Those whose blocks are their own; `ActivationQuant.fixed` names them."""

@@ -12,7 +12,6 @@ from ..fusion.declare import (
     REQUIRED,
     Argument,
     Epsilon,
-    GlobalScale,
     GroupSize,
     Limit,
     Number,
@@ -81,10 +80,8 @@ def arguments_of(
         if isinstance(argument, Weight):
             weight = torch.randn(rows[argument.of], generator=generator) * 0.2 + 1 - offset
             return weight.to(weight_dtype or dtype).to(device)
-        if isinstance(argument, GlobalScale):
-            return torch.tensor([400.0], device=device)
         if isinstance(argument, StaticScale):
-            return torch.tensor([0.013], device=device)
+            return torch.tensor([argument.sample], device=device)
         if isinstance(argument, Table) and argument.partial:
             # Of one angle each, so that what is turned keeps its length.
             angles = torch.rand(POSITIONS, rows[argument.of] // 2, generator=torch.Generator().manual_seed(seed)) * 6.3

@@ -19,6 +19,7 @@ import attrs
 from ...adapters.errors import FOREIGN, UnknownNameError, did_you_mean, said, shown
 from ...registry.entry_points import of_group
 from ..chain import COLLECTIVE, FAMILY, Fusion, FusionError
+from ..formats import FORMATS
 from ..kernel_source import why_absent
 
 if TYPE_CHECKING:
@@ -27,10 +28,7 @@ if TYPE_CHECKING:
 GROUP = "layerfuse.fusions"
 """The group of entry points."""
 
-CANONICAL = (
-    *("rms_norm", "quantise_per_token", "quantise_group", "quantise_static"),
-    *("quantise_mxfp8", "quantise_mxfp4", "quantise_nvfp4"),
-)
+CANONICAL = ("rms_norm", *(form.op for form in FORMATS.values()))
 """The ops of `ops.canonical`, which needs torch: like those of MLA layers, ops that no fusion may be called."""
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..formats import FORMATS, Format
 from ..ops.quantisation import SMALLEST_AMAX
 from .layouts import ROWS, Layout
 from .values import is_number
@@ -58,7 +59,7 @@ class Described(NamedTuple):
     static: bool = False
     "One scale for the whole tensor, which is given."
     fixed: str | None = None
-    "A word of `formats.BLOCKS`."
+    "The word of a format that is no plain fp8."
     swizzled: bool = False
     "Whether its scales lie in tiles, see `ops.quantisation.swizzle`."
 
@@ -80,16 +81,21 @@ class OneOp(NamedTuple):
     "The argument that is a static or global scale."
 
 
-def _ours_per_token(given: _Arguments) -> Described:
-    return Described(use_ue8m0=given["use_ue8m0"])
+def _as_ours(form: Format) -> OneOp:
+    """Of the op that does a format alone: what its format leaves open is an argument."""
 
+    def read(given: _Arguments) -> Described:
+        return Described(
+            given.get("group_size"),
+            Layout(given.get("column_major", False), given.get("tma_aligned", False)),
+            given.get("use_ue8m0", False),
+            static=form.is_plain and len(form.results) == 1,
+            fixed=None if form.is_plain else form.word,
+            swizzled=given.get("swizzled", False),
+        )
 
-def _ours_group(given: _Arguments) -> Described:
-    return Described(given["group_size"], Layout(given["column_major"], given["tma_aligned"]), given["use_ue8m0"])
-
-
-def _static(given: _Arguments) -> Described:  # noqa: ARG001 (its arguments say nothing more)
-    return Described(static=True)
+    scale = next((place for place, name in enumerate(form.options, 1) if name in ("scale", "global_scale")), None)
+    return OneOp(read, scales=len(form.results) - 1 or None, scale=scale)
 
 
 def _aiter_per_tensor(given: _Arguments) -> Described | str:
@@ -156,10 +162,6 @@ def _writes_static(given: _Arguments) -> Described | str:
     return Described(static=True, largest_fnuz=224.0)
 
 
-def _mx(scheme: str) -> Read:
-    return lambda _: Described(fixed=scheme)
-
-
 def _flashinfer_fp4(given: _Arguments) -> Described | str:
     """Of FlashInfer's `fp4_quantize`, as SGLang wraps it (srt/layers/quantization/fp4_utils.py)."""
     if given["sf_vec_size"] != 16 or given["sf_use_ue8m0"] or given["global_scale"] is None:
@@ -184,15 +186,8 @@ _EIGHT_ROWS = "its scales lie in tiles of 8 x 4, and the fused op's of 128 x 4"
 _E8M0 = "it gives its exponents as float8_e8m0fnu, rounded up, and the fused op as uint8"
 
 ONE_OP_QUANTS: dict[str, OneOp] = {
-    "layerfuse::quantise_per_token": OneOp(_ours_per_token),
-    "layerfuse::quantise_group": OneOp(_ours_group),
-    "layerfuse::quantise_static": OneOp(_static, scales=None, scale=1),
-    "layerfuse::quantise_mxfp8": OneOp(_mx("mxfp8")),
-    "layerfuse::quantise_mxfp4": OneOp(_mx("mxfp4")),
-    # Over AITER's Triton dynamic_mxfp4_quant, and vLLM's own (quantization/utils: mxfp8_utils.py, mxfp4_utils.py).
-    "vllm::rocm_aiter_dynamic_mxfp4_quant": OneOp(_mx("mxfp4")),
-    "vllm::mxfp8_quantize": OneOp(_vllm_mxfp8),
-    "layerfuse::quantise_nvfp4": OneOp(_nvfp4("swizzled"), scale=1),
+    **{name: _as_ours(form) for form in FORMATS.values() for name in (f"layerfuse::{form.op}", *form.ops)},
+    "vllm::mxfp8_quantize": OneOp(_vllm_mxfp8),  # quantization/utils/mxfp8_utils.py
     # csrc/libtorch_stable/quantization/fp4, and csrc/libtorch_stable/torch_bindings.cpp; _custom_ops.py calls the second.
     "_C::scaled_fp4_quant": OneOp(_nvfp4("is_sf_swizzled_layout"), scale=1),
     "_C::scaled_fp4_quant.out": OneOp(_nvfp4("is_sf_swizzled_layout"), values=3, scales=4, scale=1),

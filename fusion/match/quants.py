@@ -38,7 +38,7 @@ class FoundQuant:
     columns: int
     use_ue8m0: bool = False
     fixed: str | None = None
-    "A word of `formats.BLOCKS`, where it is one of these; `dtype` is then that of the values, uint8 for packed ones."
+    "The word of a format that is no plain fp8; `dtype` is then that of the values, uint8 for packed ones."
     swizzled: bool = False
     "Whether the scales lie in tiles, see `ops.quantisation.swizzle`: in bytes, or four to an int32."
     layout: Layout | None = None
@@ -171,7 +171,7 @@ def quant_of(call: Call, form: OneOp, said: Described) -> FoundQuant:
         Unmatched: a result is not read, or is none that the fused op gives.
     """
     values, scales = call.results.get(form.values), call.results.get(-1 if form.scales is None else form.scales)
-    if values is None or (scales is None and not said.static):
+    if values is None or (scales is None and form.scales is not None and not said.static):
         raise Unmatched(f"one of the two results of {call.node} is not read, or both are read as one")
     if said.fixed is not None:
         return _fixed_quant(call, form, said, values, scales)
@@ -210,20 +210,22 @@ def quant_of(call: Call, form: OneOp, said: Described) -> FoundQuant:
 
 
 def _fixed_quant(call: Call, form: OneOp, said: Described, values: Node, scales: Any) -> FoundQuant:
-    """One of the formats whose blocks are their own: bytes in row order, as the fused ops give them, or scales in tiles."""
+    """A format that is no plain fp8: bytes in row order, as the fused ops give them, or scales in tiles; else one scale per token."""
     made, rows = FORMATS[said.fixed or ""], value(call[form.source])
     *leading, width = rows.shape
-    dtype, wide = (torch.uint8, width // 2) if made.packed else (torch.float8_e4m3fn, width)
-    bytes_: tuple[Any, ...] = (*leading, width // made.block)
+    columns = made.block or width
+    dtype = getattr(torch, made.dtype)
+    beside: tuple[Any, ...] = (*leading, width // columns)
     if said.swizzled:
-        bytes_ = swizzled_shape(rows.shape, width)
-    kinds = {torch.uint8: bytes_}
+        beside = swizzled_shape(rows.shape, width)
+    kinds = {torch.uint8 if made.block else torch.float32: beside}
     if isinstance(made.results[-1], SmallScales):  # the scale itself, and as vLLM hands it on
-        kinds |= {torch.float8_e4m3fn: bytes_, torch.int32: (*bytes_[:-1], bytes_[-1] // 4)}
-    for result, known in ((values, {dtype: (*leading, wide)}), (scales, kinds)):
+        kinds |= {torch.float8_e4m3fn: beside, torch.int32: (*beside[:-1], beside[-1] // 4)}
+    every = ((values, {dtype: (*leading, width // made.packed)}), (scales, kinds))
+    for result, known in every[: len(made.results)]:
         val = value(result)
         shape = known.get(val.dtype)
-        if width % made.block or shape is None or not same_shape(val.shape, shape) or not is_contiguous(val):
+        if width % columns or shape is None or not same_shape(val.shape, shape) or not is_contiguous(val):
             wanted = next(iter(known))
             raise Unmatched(
                 f"{result} is {val.dtype} {tuple(val.shape)} with strides {tuple(val.stride())}, and the fused op gives "
@@ -235,7 +237,7 @@ def _fixed_quant(call: Call, form: OneOp, said: Described, values: Node, scales:
     return FoundQuant(
         form=call.name,
         dtype=dtype,
-        columns=made.block,
+        columns=columns,
         fixed=said.fixed,
         swizzled=said.swizzled,
         layout=ROWS,

@@ -13,7 +13,6 @@ from torch.nn import functional as F  # noqa: N812 (everybody's name for it)
 
 from .groups import world_size
 from .norm import accumulator, normalise_over, normalise_wide
-from .quantisation import quantise, quantise_mxfp4, quantise_mxfp8, quantise_nvfp4, quantise_static
 from .rope import turn_heads
 
 
@@ -98,12 +97,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "_gated_norm": gated_norm,
     "_silu_mul": silu_mul,
     "_rope": turn_heads,
-    "_quantise": quantise,
-    "_quantise_static": quantise_static,
-    "_quantise_mxfp8": quantise_mxfp8,
-    "_quantise_mxfp4": quantise_mxfp4,
-    "_quantise_nvfp4": quantise_nvfp4,
     "_pad": _pad,
     "_store": _store,
 }
-"""As `compose.lines` names them."""
+"""As `compose.lines` names them; what quantises is its format's (`Format.function`)."""

@@ -71,11 +71,7 @@ def _rows(op: Op, argument: Rows, x: Any, values: Values) -> Iterator[str]:
             if argument.heads
             else f"{name} needs at least one dimension, got a scalar"
         )
-    known = (
-        _QUANTISED_FROM
-        if any(isinstance(result, declare.Quantised | declare.Packed) for result in op.results)
-        else FLOATS
-    )
+    known = _QUANTISED_FROM if any(isinstance(result, declare.Quantised) for result in op.results) else FLOATS
     known = _FP8 if isinstance(argument, declare.QuantisedRows) else known
     yield from _kind(name, x, known, like or name, values[like or name])
     if shape[-1] == 0:

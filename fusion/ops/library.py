@@ -176,15 +176,15 @@ def fake_of(op: Op) -> Callable[..., Any]:
         if isinstance(result, declare.Padded):
             return torch.empty((*shape[:-1], option(padded, given)), dtype=x.dtype, device=x.device)
         if isinstance(result, declare.Quantised):
-            return torch.empty(shape, dtype=torch.float8_e4m3fn if dtype is None else given[dtype], device=x.device)
-        if isinstance(result, declare.Packed):
-            return torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=x.device)
-        if isinstance(result, declare.Exponents):
-            return torch.empty((*shape[:-1], shape[-1] // result.columns), dtype=torch.uint8, device=x.device)
-        if isinstance(result, declare.SmallScales):
+            if not result.dtype and dtype is not None:
+                return torch.empty(shape, dtype=given[dtype], device=x.device)
+            held = result.dtype or "float8_e4m3fn"
+            narrow = (*shape[:-1], shape[-1] // declare.ELEMENTS[held].per)
+            return torch.empty(narrow, dtype=getattr(torch, held), device=x.device)
+        if isinstance(result, declare.BlockScale):
             rowwise = (*shape[:-1], shape[-1] // result.columns)
             laid_out = swizzled_shape(shape, shape[-1]) if option(swizzled, given) else rowwise
-            return torch.empty(laid_out, dtype=torch.float8_e4m3fn, device=x.device)
+            return torch.empty(laid_out, dtype=getattr(torch, result.dtype), device=x.device)
         size = None if group is None else given[group]
         return empty_scales(x.new_empty(shape), size, option(major, given), option(aligned, given))
 

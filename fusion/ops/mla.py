@@ -10,7 +10,7 @@ from torch import Tensor
 from ..formats import Format
 from .cache_layout import layout_of
 from .norm import normalise
-from .quantisation import quantise, quantise_static
+from .quantisation import quantise_static
 from .rope import slots_used, turn, write_entries
 
 
@@ -24,25 +24,13 @@ def norm_rope_cache(form: Format | None, args: tuple[Any, ...], options: tuple[A
     used = slots_used(slots, layout.slots)
     rope = turn(k_rope.reshape(-1, k_rope.shape[-1]), cos, sin, positions, pairs, used).to(k_rope.dtype)
     write_entries(cache, latent, rope, slots, scale, kv.dtype)
-    return _given(normed, form, options)
+    return normed if form is None else form.function(normed, *options)
 
 
 def norm_rope_cache_into(*args: Any) -> None:
     """`mla_norm_rope_cache_into`."""
     *given, q_out = args
     q_out.copy_(norm_rope_cache(None, tuple(given)))
-
-
-def _given(normed: Tensor, form: Format | None, options: tuple[Any, ...]) -> Any:
-    if form is None:
-        return normed
-    if form.word == "static":
-        return quantise_static(normed, *options)
-    if form.word == "token":
-        dtype, ue8m0 = options
-        return quantise(normed, dtype, None, False, ue8m0)
-    dtype, group, column_major, aligned, ue8m0 = options
-    return quantise(normed, dtype, group, column_major, ue8m0, aligned)
 
 
 def query_concat(q_latent: Tensor, q_rope: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str) -> Tensor:

@@ -155,6 +155,18 @@ def quantise(
     return quantised, empty_scales(values, group_size, column_major, tma_aligned).copy_(scale)
 
 
+def quantise_per_token(values: Tensor, dtype: torch.dtype, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """The reference of one scale per token: values (..., width), scales (..., 1)."""
+    return quantise(values, dtype, None, False, use_ue8m0)
+
+
+def quantise_group(
+    values: Tensor, dtype: torch.dtype, group_size: int, column_major: bool, tma_aligned: bool, use_ue8m0: bool
+) -> tuple[Tensor, Tensor]:
+    """The reference of one scale per group: values (..., width), scales (..., groups)."""
+    return quantise(values, dtype, group_size, column_major, use_ue8m0, tma_aligned)
+
+
 def quantise_static(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The reference of the static form: values (..., width), of any dtype; scale: one float32 element."""
     largest = LARGEST[dtype]

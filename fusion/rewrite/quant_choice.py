@@ -50,15 +50,16 @@ def bind_quant(bound: Binding, step: Quant) -> None:
     inside = sorted({node for each, _ in chosen for node in each.nodes})
     bound.last += [inside[0], inside[-1]]
     bound.nodes += inside
-    bound.args[step.dtype] = first.dtype
-    if first.scale is not None:
-        bound.args |= {step.scale: first.scale, step.global_scale: first.scale, step.swizzled: quant.swizzled}
-    else:
-        bound.args[step.use_ue8m0] = quant.use_ue8m0
-    if quant.group_size is not None:
-        bound.args |= {step.group_size: quant.group_size, step.column_major: quant.column_major}
-        if step.tma_aligned is not None:
-            bound.args[step.tma_aligned] = quant.tma_aligned
+    bound.args |= {
+        step.dtype: first.dtype,
+        step.scale: first.scale,
+        step.global_scale: first.scale,
+        step.swizzled: quant.swizzled,
+        step.use_ue8m0: quant.use_ue8m0,
+        step.group_size: quant.group_size,
+        step.column_major: quant.column_major,
+        step.tma_aligned or "tma_aligned": quant.tma_aligned,
+    }
 
     def finish(given: dict[str, Node]) -> list[Node]:
         return [node for _, result in chosen for node in result.replace(given[step.out], given.get(step.scales))]

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from ...adapters.activation_quant import ActivationQuant
-from ..formats import BLOCKS, FORMATS
+from ..formats import FORMATS
 from ..match.errors import Unmatched
 from ..match.layouts import ROWS, Layout, laid_out, layout_of, lie_alike
 from ..match.quants import FoundQuant, reshapes_of
@@ -57,9 +57,10 @@ class Results:
                 self._scales = [_plan(chain[-1], self.shape, sources) for chain in self._anew]
             else:
                 self._scales = plan_views(site.scales, self.shape, self._inside, whole, sources)
-        packed = site.fixed is not None and FORMATS[site.fixed].packed
-        width = like.shape[-1] // 2 if packed else like.shape[-1]
-        self._values = plan_views(site.values, (*like.shape[:-1], width), self._inside, whole, sources)
+        packed = 1 if site.fixed is None else FORMATS[site.fixed].packed
+        self._values = plan_views(
+            site.values, (*like.shape[:-1], like.shape[-1] // packed), self._inside, whole, sources
+        )
 
     def lies(self, layout: Layout) -> bool:
         """Whether all that reads the scales has them in a layout."""
@@ -147,7 +148,7 @@ def why_not_as_planned(
     found: FoundQuant, result: Results, width: int, quant: ActivationQuant, target: Target
 ) -> str | None:
     """How a quantisation of a graph differs from what the plan says, or None."""
-    if found.fixed != (quant.fixed if quant.fixed in BLOCKS else None):
+    if found.fixed != (None if quant.fixed is None or FORMATS[quant.fixed].is_plain else quant.fixed):
         return f"the graph quantises to {found.fixed or found.dtype}, the plan says {quant}"
     if found.fixed is not None:
         laid_out = {True: "in tiles of 128 x 4", False: "row by row"}

@@ -65,7 +65,7 @@ class Quant(Step):
 
     @property
     def kernel(self) -> str:
-        return "" if self.tma_aligned is None else "quant"
+        return "" if self.tma_aligned is None or self.format.mode is None else "quant"
 
     @property
     def outs(self) -> tuple[str, ...]:
@@ -95,8 +95,8 @@ class Quant(Step):
 
     def source(self, source: Source) -> Iterator[str]:
         names = asdict(self) | {"tma_aligned": self.tma_aligned or "False"}
-        call = self.format.call.format(rows=source.main.rows, **names)
-        yield f"{', '.join(f'made_{out}' for out in self.outs)} = {call}"
+        given = ", ".join([source.main.rows, *(names[option] for option in self.format.options)])
+        yield f"{', '.join(f'made_{out}' for out in self.outs)} = {self.format.op}({given})"
 
     def why_not(self, at: At) -> Legality | None:
         site, quant = at.site, at.quant
@@ -117,7 +117,7 @@ class Quant(Step):
     def described(self, at: At) -> str:
         first = "the first " if len(at.site.norms) > 1 else ""
         counted = "" if at.site.quantising is None else f" ({at.site.quantising})"
-        how = str(at.quant) if self.format.block else f"{at.target.fp8} with {at.quant}"
+        how = f"{at.target.fp8} with {at.quant}" if self.format.is_plain else str(at.quant)
         return f"{first}in {how}{counted}"
 
     def bind(self, bound: Binding) -> None:

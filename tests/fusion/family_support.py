@@ -18,7 +18,6 @@ from layerfuse.fusion.declare import (
     Exponents,
     Like,
     Op,
-    Packed,
     Padded,
     Quantised,
     Scales,
@@ -156,7 +155,7 @@ def problems(
                 found.append(f"{result.name} is off by {float(off.max()):.3g}, allowed {slack:.3g}")
             if isinstance(result, Padded) and got[..., given[0].shape[-1] :].any():
                 found.append(f"{result.name} is not padded with zeros")
-        elif isinstance(result, Quantised | Packed):
+        elif isinstance(result, Quantised):
             rounding = 0.0
             if made_by is not None:
                 want = plain(form, given, made_by).double().reshape(want.shape)
@@ -185,7 +184,7 @@ def _quantised(
     found = []
     if Exponents in kinds:
         exponents = results[kinds[Exponents]].double() - 127
-        size, top = 32, 8 if Quantised in kinds else 2
+        size, top = 32, 2 if got.dtype == torch.uint8 else 8
         amax = want.abs().unflatten(-1, (-1, 32)).amax(-1)
         # The exponent of amax rounded at 1.75: either neighbour where rounding decides.
         low, high = (

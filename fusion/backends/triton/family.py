@@ -64,7 +64,7 @@ def function_of(op: Op, launch: Callable[..., None] | None = None) -> Callable[.
             "quantisation"
         )
     form = format_of(op.chain)
-    mode = NO_QUANT if form is None else form.mode
+    mode = NO_QUANT if form is None or form.mode is None else form.mode
     kept = any(step.is_kept for step in op.chain)
     return make(Form(op.name, mode, kept, bool(sources), "pad" in sinks, launch or launch_row))
 

@@ -34,7 +34,7 @@ def function_of(op: Op) -> Callable[..., Any]:
     if not op.results:
         return _into
     options = tuple(argument.name for argument in op.args[BEFORE_OPTIONS:])
-    mode = next((FORMATS[word].mode for word in FP8 if FORMATS[word].options == options), NO_QUANT)
+    mode = next((FORMATS[word].mode for word in FP8 if FORMATS[word].options == options), None) or NO_QUANT
     name = op.name
 
     def function(*args: Any) -> Any:
