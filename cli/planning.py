@@ -346,7 +346,7 @@ def _linears(decided: Plan) -> list[str]:
     """What vLLM takes on Hopper for linears in blocks of 128, where that decides on what can be fused (engines/vllm/inside.py)."""
     if decided.engine is None or decided.engine.name != "vllm" or decided.target.arch != "sm90":
         return []
-    from ..engines.vllm.releases import BLOCKS_INSIDE
+    from ..engines.vllm.switches import BLOCKS_INSIDE
 
     quants = (decided.config.quant_at(site) for site in decided.sites if site.linear is not None)
     blocks = [each for each in quants if each is not None and each.group_size == 128]
@@ -357,7 +357,7 @@ def _linears(decided: Plan) -> list[str]:
             f"FlashInfer is taken to be installed, with which vLLM quantises inside of {len(blocks)} linears; --quant group128 plans for DeepGEMM "
             f"({BLOCKS_INSIDE}=0), or without FlashInfer."
         ]
-    if not blocks or any(each.inside for each in blocks) or os.environ.get(BLOCKS_INSIDE) == "0":
+    if not blocks or any(each.inside for each in blocks) or decided.engine.block_linears is not None:
         return []
     return [
         f"Where FlashInfer is installed, vLLM quantises inside of {len(blocks)} linears: --quant group128,inside plans that; "

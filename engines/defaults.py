@@ -39,6 +39,13 @@ def in_words(engine: str, release: str) -> str:
     )
 
 
+def with_block_linears(engine: str, linears: str) -> str:
+    """With which releases fusions were measured faster where this is whose kernel multiplies by weights in fp8 blocks, in words."""
+    rows = [each for each in _faster(engine) if each.linears == linears and each.fusions[0].endswith("_group_quant")]
+    found = sorted({each.release for each in rows})
+    return f"measured with {SPELT[engine]} {' and '.join(found)}" if found else "not measured"
+
+
 def beside(engine: str, names: Collection[str], arch: str) -> tuple[str, ...]:
     """What is on by default on a GPU where these fusions are: products go with what quantises for them, and some with those."""
     from ..fusion.catalog import FUSIONS

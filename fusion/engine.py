@@ -96,6 +96,8 @@ class Engine:
     product than the engine's, and no linear is a site."""
     loaded: bool = False
     "Whether it has built the model, which then has no linear but those that specs list."
+    block_linears: str | None = field(default=None, validator=_sentence)
+    "Whose kernel multiplies by weights in fp8 blocks, as `policy.Measurement.linears` names it. None: not known."
     linears_apart: bool = False
     "Whether linears, those of shared experts too, have places of their own at module level: for their products, and for what the product in an MLP quantises."
     decodes: bool = False

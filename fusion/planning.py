@@ -308,8 +308,8 @@ def plan(
     roles = frozenset(site.role for site in (*sites, *linears, *routed))
     mixed = {} if engine is None else {index for index, experts in stack.mixtures.items() if experts is not None}
     every = (*sites, *linears, *routed)
-    quantised = engine is not None and any(config.quant_at(site) is not None for site in every)
-    decide = _Decider(target, config, engine, policy, roles, mixed, quantised)
+    quants = set() if engine is None else {config.quant_at(site) for site in every} - {None}
+    decide = _Decider(target, config, engine, policy, roles, mixed, quants)
     decisions = decide.over(sites)
     if linears:
         linears = _handed_over(linears, decide.quantised)
@@ -411,6 +411,9 @@ def _label(spec: AnySpec) -> str:
 Row: TypeAlias = tuple[str, Kind, str, Tokens]
 """A decision without its site."""
 
+FP8_BLOCK = 128
+"""Columns that share a scale in checkpoints in fp8 blocks."""
+
 UNKNOWN = "not known:"
 """How a reason begins that says what a plan does not know of a site."""
 
@@ -429,10 +432,12 @@ class _Decider:
         policy: Policy | None,
         roles: frozenset[str],
         mixed: Collection[int | None],
-        quantised: bool,
+        quants: Collection[ActivationQuant],
     ) -> None:
         self._target = target
-        self._quantised = quantised
+        self._quantised = bool(quants)
+        blocks = engine is not None and any(each.group_size == FP8_BLOCK for each in quants)
+        self._linears = engine.block_linears if engine is not None and blocks else None
         self._roles = roles
         self._mixed = mixed
         self._config = config
@@ -485,6 +490,7 @@ class _Decider:
             quant=quant,
             mixture=self._is_mixed(site),
             quantised=self._quantised,
+            linears=self._linears,
             foreign=self._is_foreign,
         )
         legalities = {f: self._legality(f, at) for f in self._fusions if site.role in f.roles}

@@ -184,15 +184,18 @@ class At:
     "Whether any linear of the model quantises what it reads."
     foreign: Callable[[str], bool]
     "Whether the model has no site for a fusion."
+    linears: str | None = None
+    "Whose kernel the model's linears in fp8 blocks are, as `Measurement.linears`; None: not known, or it has none."
 
     def distance(self, each: Measurement, engine: Engine) -> tuple[int, ...]:
         """How far a measurement is from here; of several the nearest is quoted.
 
-        It is not one of layers of another kind, a mixture or not, if it can be helped; of these it is the one with the fewest fusions that the model has
+        It is one with the linears that are here, where those are known; of these it is not one of layers of another kind, a mixture or not, if it can be helped; of these it is the one with the fewest fusions that the model has
         no site for; of these one of layers of this kind alone; of these one of a model whose linears quantise, or do not, as this one's;
         of these one of the engine's release.
         """
         return (
+            each.linears != (self.linears or each.linears),
             each.mixtures is (not self.mixture),
             sum(map(self.foreign, each.fusions)),
             each.mixtures is not self.mixture,
@@ -202,9 +205,14 @@ class At:
 
     def elsewhere(self, each: Measurement) -> str:
         """Where a measurement was made, if not in layers like these, as its figure goes on; empty where it was."""
+        places = []
         if any(map(self.foreign, each.fusions)):
-            return "on another model: "
-        return "" if each.mixtures in (None, self.mixture) else "on other layers: "
+            places.append("on another model")
+        elif each.mixtures not in (None, self.mixture):
+            places.append("on other layers")
+        if None not in (self.linears, each.linears) and each.linears != self.linears:
+            places.append(f"with other linears, as none was with {self.linears}'s")
+        return f"{' and '.join(places)}: " if places else ""
 
 
 def _inside(fusion: str, quant: ActivationQuant | None) -> bool:

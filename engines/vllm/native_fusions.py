@@ -14,7 +14,7 @@ from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.sites import FINAL, OWN_PLACE
 from .decode_facts import CLASS, SPARSE_MODELS, why_no_mla
-from .switches import SHARED_IN_TURN, is_set
+from .switches import BLOCK_LINEARS, SHARED_IN_TURN, block_switch, is_set
 
 _PER_QUANT = ("static_quant", "per_token_quant", "group_quant")
 
@@ -360,9 +360,15 @@ def compiled(place: Place, switched: Mapping[str, bool] | None = None) -> Engine
         does={name: f"vLLM does it: {by}; {INSTEAD}" for name, by in does.items()},
         experts=EXPERTS,
         shared_in_turn=is_set(SHARED_IN_TURN),
+        block_linears=_block_linears(place),
         inside=_inside(place),
         linears={},
     )
+
+
+def _block_linears(place: Place) -> str | None:
+    switch = block_switch() if place.vendor == "nvidia" else None
+    return None if switch is None else BLOCK_LINEARS[switch]
 
 
 def _inside(place: Place) -> str | None:
@@ -411,6 +417,7 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
         experts=EXPERTS,
         shared_apart=not SHARED_APART.isdisjoint(architectures),
         shared_in_turn=is_set(SHARED_IN_TURN),
+        block_linears=_block_linears(place),
         inside=_inside(place),
         linears={},
     )

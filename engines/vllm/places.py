@@ -10,14 +10,14 @@ from typing import Literal
 
 from ...fusion.backends import BackendError
 from ...fusion.config import FusionConfigError
-from ..defaults import in_words
+from ..defaults import in_words, with_block_linears
 from ..hooks import check_source
 from ..options import BACKEND, Options, check_backend
 from .decode_facts import CLASS, NAME, SEAM
 from .hooks import HOOKS
 from .host import VLLM
 from .seams import SEAMS
-from .switches import BATCH_INVARIANT, INVARIANT, is_set
+from .switches import BATCH_INVARIANT, BLOCK_LINEARS, INVARIANT, block_switch, is_set
 
 
 def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
@@ -76,5 +76,8 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
     if is_set(BATCH_INVARIANT):
         return "absent", f"every fusion is left to vLLM {version}: {INVARIANT}"
     would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else in_words("vllm", version) or "no fusion is on by default"
+    if not asked and (switch := block_switch()) is not None:
+        timed = with_block_linears("vllm", BLOCK_LINEARS[switch])
+        would += f"; {switch}=0 gives linears in fp8 blocks to {BLOCK_LINEARS[switch]}, beside which quantised groups were {timed}"
     needed = sum(hook.needed for hook in HOOKS)
     return "found", f"vLLM {version} is {known}; {needed} of {needed} hooks found; {would}"

@@ -14,7 +14,7 @@ from ...fusion.engine import Engine
 from ...fusion.target import Target
 from . import native_fusions
 from .decode_facts import planned
-from .switches import BATCH_INVARIANT, INVARIANT, is_set
+from .switches import BATCH_INVARIANT, INVARIANT, block_switch, is_set
 
 
 class UnknownReleaseOfVllmError(LayerfuseError, LookupError):
@@ -116,10 +116,6 @@ def about_release(text: str | None) -> str | None:
     return f"Planned as vLLM {known.name}, by which layerfuse records it; {cut(numbers)} may differ in what it fuses itself."
 
 
-BLOCKS_INSIDE = "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"
-"""vLLM's switch for linears that quantise inside of FlashInfer's op, on by default."""
-
-
 def inside_as_installed(target: Target, release: str | None) -> str | None:
     """How vLLM as it is installed, FlashInfer with it, quantises inside of its linears with fp8 weights in blocks of 128.
 
@@ -129,9 +125,7 @@ def inside_as_installed(target: Target, release: str | None) -> str | None:
     Raises:
         UnknownReleaseOfVllmError: as `release_named`.
     """
-    if target.arch not in release_named(release).inside or "0" in map(
-        os.environ.get, (BLOCKS_INSIDE, "VLLM_USE_DEEP_GEMM")
-    ):
+    if target.arch not in release_named(release).inside or block_switch() is not None:
         return None
     powers_of_two = "" if os.environ.get("VLLM_USE_DEEP_GEMM_E8M0") == "0" else ",ue8m0"
     return f"group128,tma_aligned{powers_of_two},inside"
@@ -147,7 +141,8 @@ def engine_of(
 ) -> Engine:
     """What a plan needs to know of vLLM.
 
-    The environment is read as vLLM reads it: VLLM_BATCH_INVARIANT, VLLM_DISABLE_SHARED_EXPERTS_STREAM, and VLLM_ROCM_USE_AITER.
+    The environment is read as vLLM reads it: VLLM_BATCH_INVARIANT, VLLM_DISABLE_SHARED_EXPERTS_STREAM, VLLM_ROCM_USE_AITER, VLLM_USE_DEEP_GEMM,
+    and VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER.
 
     Args:
         architectures: of the model, as its config names them.

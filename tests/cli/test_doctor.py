@@ -202,6 +202,14 @@ def test_a_switch_of_vllms_that_leaves_every_fusion_to_it_is_named(packages, mon
     assert doctor.inside("vllm")[0].state == "absent"
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     assert doctor.inside("vllm")[0].state == "found"
+    assert "linears in fp8 blocks" not in doctor.inside("vllm")[0].detail
+    for switch, linears, release in (
+        ("VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER", "DeepGEMM", "0.26.0 and 0.33.0"),
+        ("VLLM_USE_DEEP_GEMM", "CUTLASS", "0.26.0"),
+    ):
+        monkeypatch.setenv(switch, "0")
+        said = f"{switch}=0 gives linears in fp8 blocks to {linears}, beside which quantised groups were measured with vLLM {release}"
+        assert doctor.inside("vllm")[0].detail.endswith(f"; {said}")
 
 
 def test_places_in_vllm_that_are_as_expected_are_one_line_and_others_are_named(packages, run):

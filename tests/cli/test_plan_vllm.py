@@ -13,7 +13,7 @@ from layerfuse.adapters import ActivationQuant
 from layerfuse.cli import planning
 from layerfuse.cli.planning import config_for, plan_data
 from layerfuse.engines.vllm.native_fusions import NEEDS_FLASHINFER, Place, by_passes
-from layerfuse.engines.vllm.releases import BLOCKS_INSIDE
+from layerfuse.engines.vllm.switches import BLOCKS_INSIDE, DEEP_GEMM
 from layerfuse.fusion import Engine, FusionConfig, Target, plan
 from layerfuse.fusion.policy import shipped
 from layerfuse.registry.published import LINEARS as EVERY
@@ -453,6 +453,28 @@ def test_linears_in_blocks_quantise_as_in_vllm_as_it_is_installed(run, monkeypat
     assert "inside" not in reason
     notes = json.loads(run("plan", *asked, "--engine", "vllm", "--json").out)["notes"]
     assert not [note for note in notes if "FlashInfer" in note and not note.startswith("mla_decode")]
+
+
+@pytest.mark.parametrize(("switch", "linears"), [(BLOCKS_INSIDE, "DeepGEMM"), (DEEP_GEMM, "CUTLASS")])
+def test_figures_are_of_the_linears_that_vllms_switches_leave(run, monkeypatch, switch, linears):
+    asked = ["deepseek-v3", "--target", "sm90", "--tp", "8"]
+    monkeypatch.setenv(switch, "0")
+    found = decisions(run, *asked)
+    release = {"DeepGEMM": "0.33.0", "CUTLASS": "0.26.0"}[linears]
+    for role, name in (("post_attention", GROUP), ("activation", "silu_mul_group_quant")):
+        decision, reason = found[role, name]
+        assert decision == "expected" and f", {linears} linears, vLLM {release}" in reason
+    decision, reason = found["decode", "mla_decode"]
+    assert decision == "expected" and f"; measured with other linears, as none was with {linears}'s: 1.11, " in reason
+    notes = json.loads(run("plan", *asked, "--engine", "vllm", "--json").out)["notes"]
+    assert not [note for note in notes if "Where FlashInfer is installed" in note]
+    others = [note for note in notes if note.endswith(" were measured with vLLM 0.26.0; this is 0.33.")]
+    assert len(others) == (linears == "CUTLASS") and not [note for note in others if "mla_decode" in note]
+    # Models without such linears are the same with it.
+    plain = ["kimi-k2.5", "--target", "sm90", "--tp", "8"]
+    with_it = decisions(run, *plain)
+    monkeypatch.delenv(switch)
+    assert decisions(run, *plain) == with_it
 
 
 @pytest.mark.parametrize(

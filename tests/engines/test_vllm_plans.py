@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import inspect
 import json
 import os
 import re
 import tomllib
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -39,8 +42,15 @@ from layerfuse.engines.options import Options
 from layerfuse.engines.vllm import loading, native_fusions
 from layerfuse.engines.vllm.decode_facts import WRAPPED, taking
 from layerfuse.engines.vllm.host import VLLM
-from layerfuse.engines.vllm.releases import BLOCKS_INSIDE, NEWEST, RELEASES
-from layerfuse.engines.vllm.switches import SHARED_IN_TURN
+from layerfuse.engines.vllm.releases import NEWEST, RELEASES
+from layerfuse.engines.vllm.switches import (
+    BLOCK_LINEARS,
+    BLOCKS_INSIDE,
+    DEEP_GEMM,
+    SHARED_IN_TURN,
+    block_switch,
+    is_off,
+)
 from layerfuse.fusion import Target
 from layerfuse.fusion.sites import DECODE, PRODUCTS
 
@@ -71,6 +81,43 @@ def test_which_linears_vllm_asks_first_on_hopper_is_recorded() -> None:
     first = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA][0].__name__
     assert (first == "FlashInferFp8DeepGEMMDynamicBlockScaledKernel") is (RELEASES[RELEASE].inside == {"sm90"})
     assert envs.environment_variables[BLOCKS_INSIDE]() is True
+
+
+@newest
+def test_vllms_switches_leave_linears_in_blocks_to_whom_a_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM chooses on Hopper with all three installed, in the order of its own table."""
+    from vllm import envs
+    from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
+    from vllm.model_executor.kernels.linear.scaled_mm import cutlass, deep_gemm, flashinfer
+    from vllm.platforms import PlatformEnum
+    from vllm.utils import deep_gemm as deep_gemm_utils
+    from vllm.utils import flashinfer as flashinfer_utils
+
+    hopper = SimpleNamespace(is_cuda=lambda: True, support_deep_gemm=lambda: True)
+    for module in (deep_gemm, flashinfer, deep_gemm_utils):
+        monkeypatch.setattr(module, "current_platform", hopper)
+    monkeypatch.setattr(deep_gemm_utils, "has_deep_gemm", lambda: True)
+    monkeypatch.setattr(flashinfer_utils, "has_flashinfer_fp8_blockscale_gemm", lambda: True)
+    monkeypatch.setattr(cutlass, "CUTLASS_BLOCK_FP8_SUPPORTED", True)
+    for module, name in (
+        (deep_gemm, "is_deep_gemm_supported"),
+        (flashinfer, "is_flashinfer_fp8_blockscale_gemm_supported"),
+    ):
+        monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))  # as in a process of its own
+    for said in product((None, "1", "0", "00", " 0 ", "2"), repeat=2):
+        for variable, value in zip((DEEP_GEMM, BLOCKS_INSIDE), said, strict=True):
+            monkeypatch.delenv(variable, raising=False)
+            if value is not None:
+                monkeypatch.setenv(variable, value)
+            assert envs.environment_variables[variable]() is not is_off(variable)
+        first = next(k for k in _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA] if k.is_supported(90)[0])
+        switch = block_switch()
+        taken = (
+            "FlashInferFp8DeepGEMMDynamic"
+            if switch is None
+            else f"{BLOCK_LINEARS[switch]}Fp8".replace("CUTLASS", "Cutlass")
+        )
+        assert first.__name__.lower().startswith(taken.lower()), (said, first)
 
 
 @contextlib.contextmanager
