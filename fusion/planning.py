@@ -308,7 +308,7 @@ def plan(
     roles = frozenset(site.role for site in (*sites, *linears, *routed))
     mixed = {} if engine is None else {index for index, experts in stack.mixtures.items() if experts is not None}
     every = (*sites, *linears, *routed)
-    quants = set() if engine is None else {config.quant_at(site) for site in every} - {None}
+    quants = {} if engine is None else {quant: None for site in every if (quant := config.quant_at(site)) is not None}
     decide = _Decider(target, config, engine, policy, roles, mixed, quants)
     decisions = decide.over(sites)
     if linears:
