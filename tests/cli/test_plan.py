@@ -262,7 +262,7 @@ def test_switching_a_fusion_off_shows_as_the_reason(run, monkeypatch):
     assert run("plan", "deepseek-v3").code == 2
 
 
-@pytest.mark.parametrize("asked", [("deepseek-v3",), ("deepseek-v3", "--engine", "sglang"), ("--all-tp",)])
+@pytest.mark.parametrize("asked", [("deepseek-v3",), ("deepseek-v3", "--engine", "sglang"), ("kimi-k2.5", "--all-tp")])
 def test_a_backend_that_does_not_exist_has_no_plan(run, run_python, monkeypatch, asked):
     monkeypatch.setenv("LAYERFUSE_BACKEND", "trition")
     said = "LAYERFUSE_BACKEND=trition: no op has a backend called 'trition'; did you mean 'triton'? Known: aiter, reference, symm_mem, triton."

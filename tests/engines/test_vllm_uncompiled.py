@@ -303,18 +303,20 @@ def test_what_another_release_does_is_shown(tmp_path: Path) -> None:
     assert {f"{m3}fused_reduce is there now", f"{m3}fused_allreduce_gemma_rms_norm is gone"} <= {*found}
 
 
+@functools.cache
+def called_in(module: str) -> tuple[set[str], set[str]]:
+    """The functions that the files of a module call, and the modules of models that they import from."""
+    called, others = set[str](), set[str]()
+    for _, tree in by_hand.sources(VLLM, module):
+        called |= by_hand.calls(tree)
+        others |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    return called, {name for name in others if name.startswith(("vllm.models.", "vllm.model_executor.models."))}
+
+
 def test_what_is_said_of_the_code_of_a_model_is_called_there() -> None:
     """Each function that a row of `CODE` names, in the files of each of its architectures or in those that these import."""
     for row in native_fusions.CODE:
         names = set(re.findall(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+", row.by))
         for architecture in row.architectures:
-            called = set[str]()
-            for _, tree in by_hand.sources(VLLM, FILES[architecture]):
-                called |= by_hand.calls(tree)
-                for node in ast.walk(tree):
-                    if isinstance(node, ast.ImportFrom) and str(node.module).startswith(
-                        ("vllm.models.", "vllm.model_executor.models.")
-                    ):
-                        for _, other in by_hand.sources(VLLM, str(node.module)):
-                            called |= by_hand.calls(other)
-            assert names and names <= called, (architecture, row.by)
+            called, others = called_in(FILES[architecture])
+            assert names and names <= called.union(*(called_in(other)[0] for other in others)), (architecture, row.by)

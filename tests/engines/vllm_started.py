@@ -404,6 +404,7 @@ def engine_config(
         load_config=LoadConfig(load_format="dummy"),
         additional_config={} if layerfuse is None else {"layerfuse": layerfuse},
     )
+    short_ropes(config.model_config.hf_text_config)
     made = config.compilation_config
     made.max_cudagraph_capture_size = captured
     made.mode, made.backend, made.ir_enable_torch_wrap = CompilationMode[mode], "inductor", mode != "NONE"
@@ -413,6 +414,14 @@ def engine_config(
         if getattr(made.pass_config, field.name) is True and field.name != "eliminate_noops":
             setattr(made.pass_config, field.name, False)
     return config
+
+
+def short_ropes(config: Any) -> None:
+    """Angles for 256 positions, of 10^5 and more: a model's table of their cosines would take as long as to load all else of it."""
+    config.max_position_embeddings = 256
+    for parameters in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
+        if parameters and "original_max_position_embeddings" in parameters:
+            parameters["original_max_position_embeddings"] = 32
 
 
 @contextlib.contextmanager
