@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers import in_turn
 
 from layerfuse import registry
 from layerfuse.adapters import NO_ROPE, ActivationQuant, GQASpec, MLASpec, ResidualSpec, WeightSpec
@@ -22,13 +23,15 @@ WITHOUT_STAGES = ("longcat-flash", "qwen3-next")
 
 
 @pytest.mark.parametrize(("name", "tp", "rank"), cases(MODELS))
-def test_every_layer_reads_as_declared(name: str, tp: int, rank: int) -> None:
-    check_every_layer(build_model(name, tp=tp, rank=rank), "sglang", name, tp, rank)
-
-
-@pytest.mark.parametrize(("name", "tp", "rank"), cases(MODELS))
-def test_kernel_layers_hold_what_their_outer_layer_holds_on_this_rank(name: str, tp: int, rank: int) -> None:
-    assert check_kernel_layers(build_model(name, tp=tp, rank=rank)) > 0
+def test_every_layer_reads_as_declared_and_its_kernel_layers_hold_the_same_on_this_rank(
+    name: str, tp: int, rank: int
+) -> None:
+    model = build_model(name, tp=tp, rank=rank)
+    check_every_layer(model, "sglang", name, tp, rank)
+    assert check_kernel_layers(model) > 0
+    # The key/value latent goes to the cache, and gpt-oss has nothing but experts after its attention.
+    allowed = "post_attention_layernorm" if name.startswith("gpt-oss") else "kv_a_layernorm"
+    assert {found.partition(".")[2] for found in norms_that_feed_nothing(model)} <= {allowed}
 
 
 def layer_of(name: str, path: str) -> Any:
@@ -84,19 +87,11 @@ def test_trap_29_delta_attention_may_be_sharded_by_another_degree_than_mla() -> 
     assert registry.spec_for(layer).parallel.size == 1
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_linears_that_read_a_norm_are_where_the_adapters_say(name: str) -> None:
-    """The key/value latent goes to the cache, and gpt-oss has nothing but experts after its attention."""
-    silent = norms_that_feed_nothing(build_model(name))
-
-    allowed = "post_attention_layernorm" if name.startswith("gpt-oss") else "kv_a_layernorm"
-    assert {found.partition(".")[2] for found in silent} <= {allowed}
-
-
-@pytest.mark.parametrize(("tp", "stages"), [(1, 4), (2, 2)])
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in WITHOUT_STAGES])
-def test_the_stages_of_a_pipeline_together_are_the_whole_model(name: str, tp: int, stages: int) -> None:
-    rank = tp - 1
+@pytest.mark.parametrize(
+    ("name", "degrees"), in_turn([name for name in MODELS if name not in WITHOUT_STAGES], [(1, 4), (2, 2)])
+)
+def test_the_stages_of_a_pipeline_together_are_the_whole_model(name: str, degrees: tuple[int, int]) -> None:
+    (tp, stages), rank = degrees, degrees[0] - 1
     models = [build_model(name, tp=tp, rank=stage * tp + rank, pp=stages) for stage in range(stages)]
     check_stages(build_model(name, tp=tp, rank=rank), models)
 
