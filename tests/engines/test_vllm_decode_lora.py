@@ -67,13 +67,18 @@ def ran(path: Path, layerfuse: Any, mode: str, adapter: bool = True) -> tuple[li
 def test_a_product_whose_reader_may_have_an_adapter_is_not_expected_to_be_quantised_in_a_graph(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = {"num_hidden_layers": 1, "first_k_dense_replace": 1}  # an adapter's arithmetic is most of what is compiled
+    one = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
+    mlp = ["gate_up_proj", "down_proj"]  # an adapter's arithmetic is most of what is compiled
     given = {"overrides": {**GROUP_FP8, **one}, "dtype": "bfloat16"}
     config = engine_config("deepseek-v3", layerfuse={"fusions": "all", "strict": True}, **given)
-    config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=torch.bfloat16)
+    config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=torch.bfloat16, target_modules=mlp)
     with fp8(ROWS), in_engine(config, tmp_path):
         engine = load(config)
         manager = create_lora_manager(engine.model, 4, TOKENS, 128, config.lora_config, config, torch.device("cpu"))
+        found = {
+            name.rpartition(".")[2] for name, m in engine.model.named_modules() if isinstance(m, BaseLayerWithLoRA)
+        }
+        assert found == {*mlp}
         manager.lora_index_to_id[0] = 1
         manager.set_adapter_mapping(LoRAMapping((1,) * 6, (1,), is_prefill=True))
         engine()
