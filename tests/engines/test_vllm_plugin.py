@@ -74,6 +74,8 @@ from layerfuse.fusion.rewrite.driver import Driver
 DUAL, ADD = "mla_dual_rms_norm", "add_rms_norm"
 BOTH = {"fusions": [DUAL, ADD]}
 SHORT = {"overrides": ONE_LAYER}
+ALIKE = {"overrides": {"first_k_dense_replace": 3}}
+"""All three layers alike, so that a piece of the graph is equal to another."""
 
 
 @pytest.fixture(autouse=True)
@@ -339,7 +341,7 @@ def test_a_piece_from_inductors_cache_is_reported_by_the_record_of_who_compiled_
             for folder in tmp_path.rglob("inductor_cache/layerfuse"):
                 shutil.rmtree(folder)
         caplog.clear()
-        with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}) as engine:
+        with started("deepseek-v3", tmp_path, **ALIKE, layerfuse={**BOTH, "strict": True}) as engine:
             engine()
         lines = said(caplog)
         # Strict does not raise: where nothing is recorded, as many calls as sites prove it.
@@ -525,7 +527,7 @@ def test_hooks_that_another_plugin_wraps_and_a_pass_in_the_slot_go_together_with
         )
 
     slot = CallableInductorPass(slot_pass, uuid="of the tests")
-    with started("deepseek-v3", tmp_path, layerfuse=BOTH, slot=slot) as engine:
+    with started("deepseek-v3", tmp_path, **ALIKE, layerfuse=BOTH, slot=slot) as engine:
         runs_on(engine)
     assert calls == {"wrapper": 4, "slot": 3, "seen there": 4}  # of the six, two are in an equal graph
     assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in said(caplog)

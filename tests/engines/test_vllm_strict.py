@@ -28,7 +28,7 @@ from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV2Model
 from vllm_host import import_model
-from vllm_started import Started, engine_config, in_engine, load, started
+from vllm_started import TINY, Started, engine_config, in_engine, load, started
 
 from layerfuse import registry
 from layerfuse.engines.loading import NotFusedError
@@ -292,12 +292,14 @@ def test_a_tower_that_no_text_runs_is_not_expected_and_is_named_once(
     vision = import_model("vllm.model_executor.models.qwen3_vl:Qwen3_VisionTransformer")
     known = import_model("vllm.model_executor.models.qwen2_moe:Qwen2MoeMLP")
     monkeypatch.setattr(vision, "__init__", adding(vision, lambda: known(64, 64, "silu")))
-    with started("qwen3.5-27b", tmp_path, layerfuse=options, mode=mode, compile_mm_encoder=tower) as engine:
+    short = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    given = {"layerfuse": options, "overrides": {"text_config": {**TINY["qwen3.5-27b"]["text_config"], **short}}}
+    with started("qwen3.5-27b", tmp_path, mode=mode, compile_mm_encoder=tower, **given) as engine:
         engine()
     lines = [line for line in said(caplog) if "Attention" in line]
     attention = "vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VisionAttention"
     assert lines == [f"not read, as no text runs it: {attention} (visual.blocks.0.attn and 1 more)"]
-    assert any(line.startswith(f"{ADD}: 8 expected, 8 fused, 0 missed") for line in said(caplog))
+    assert any(line.startswith(f"{ADD}: 4 expected, 4 fused, 0 missed") for line in said(caplog))
     assert not any("visual.extra" in line for line in said(caplog))  # vLLM may compile it, and runs it for no text
     (path,) = tmp_path.rglob("layerfuse-report.json")
     (module,) = json.loads(path.read_text())["modules"].values()
@@ -311,7 +313,7 @@ def test_a_tower_that_no_text_runs_is_not_expected_and_is_named_once(
     monkeypatch.setattr(model, "__init__", adding(model, SomeAttention))
     with (
         # What is unknown in a compiled model is below.
-        started("qwen3.5-27b", tmp_path / "unknown", layerfuse=options, mode="NONE") as engine,
+        started("qwen3.5-27b", tmp_path / "unknown", mode="NONE", **given) as engine,
         pytest.raises(FusionMissedError) as raised,
     ):
         engine()
