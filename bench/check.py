@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..fusion.closeness import FLOAT32, NORM_UNITS, SCALE_UNITS
 from ..fusion.declare import ELEMENTS, Exponents, Like, Padded, SmallScales
-from ..fusion.ops.quantisation import scale_strides
+from ..fusion.ops import quantisation
 from ..fusion.steps import Add, Quant
 from .arithmetic import EXACT, SMALLEST_AMAX, compose
 from .cases import step_of
@@ -125,13 +125,13 @@ def _shapes(work: Work, results: tuple[Tensor, ...]) -> str:
     quant = step_of(case.form, Quant)
     for result, got in zip(case.form.op.results, results, strict=True):
         if quant is not None and result.name == quant.scales:
-            strides = scale_strides(tuple(got.shape), case.column_major, case.tma_aligned)
+            strides = quantisation.scale_strides(tuple(got.shape), case.column_major, case.tma_aligned)
             if any(size > 1 and one != two for size, one, two in zip(got.shape, got.stride(), strides, strict=True)):
                 return f"the scales {tuple(got.shape)} have strides {got.stride()}, expected {strides}"
     return ""
 
 
-_DTYPES = {**DTYPES, **{name.removeprefix("float8_"): getattr(torch, name) for name in ELEMENTS}}
+_DTYPES = {**DTYPES, **{name.removeprefix("float8_"): dtype for name, dtype in quantisation.DTYPES.items()}}
 
 
 def _listed(shapes: list[Any]) -> str:

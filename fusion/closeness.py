@@ -30,7 +30,7 @@ from .declare import (
     Swizzled,
 )
 from .ops.cache_layout import DS_GROUP
-from .ops.quantisation import LARGEST, unswizzled
+from .ops.quantisation import DTYPES, LARGEST, unswizzled
 
 NORM_UNITS = {torch.bfloat16: 1.6, torch.float16: 1.6, torch.float32: 16.0}
 """Largest relative error of a norm, in units of its dtype's epsilon. A rounding errs by half a unit, and kernels that
@@ -41,7 +41,7 @@ SCALE_UNITS = 16.0
 
 FLOAT32 = torch.finfo(torch.float32).eps
 
-_HELD = {getattr(torch, dtype): element for dtype, element in ELEMENTS.items()}
+_HELD = {DTYPES[name]: element for name, element in ELEMENTS.items()}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from attrs import Factory, field, frozen
 
 from .declare import ELEMENTS, BlockScale, Exponents, Quantised, Result, Scales, SmallScales
+from .kernel_source import imported
 from .target import Target
 
 FP8_FORMATS = ("e4m3fn", "e4m3fnuz")
@@ -61,9 +61,7 @@ class Format:
     @property
     def function(self) -> Callable[..., Any]:
         """What `reference` names. It may import torch."""
-        module, _, name = self.reference.partition(":")
-        found: Callable[..., Any] = getattr(import_module(module), name)
-        return found
+        return imported(self.reference)
 
     @property
     def is_plain(self) -> bool:

@@ -1,18 +1,27 @@
-"""Whether the functions that another package's kernels name are there, by the source of their modules.
+"""The functions that declarations name, and whether those of another package are there, by the source of their modules.
 
-Nothing is imported but the packages around a module: the module itself may import torch, or need a GPU.
+To ask for that, nothing is imported but the packages around a module: the module itself may import torch, or need a GPU.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from ..adapters.errors import FOREIGN, did_you_mean, said, shown
 
 _MADE_OTHERWISE = ("globals", "exec", "setattr", "__getattr__")
 """By these a module has names that its source does not show."""
+
+
+def imported(path: str) -> Callable[..., Any]:
+    """The function or the class at `module:name`."""
+    module, _, name = path.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
 
 
 def why_absent(path: str) -> str | None:

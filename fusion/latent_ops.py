@@ -200,7 +200,7 @@ def _later(name: str) -> Callable[..., Any]:
     """A reference of `ops.mla`, which needs torch."""
 
     def reference(*args: Any) -> Any:
-        from .backends.backend import imported
+        from .kernel_source import imported
 
         return imported(f"{__package__}.ops.mla:{name}")(*args)
 

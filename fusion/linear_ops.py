@@ -68,7 +68,7 @@ def _beyond(takes: str) -> NamedOp:
 
 def _reference(name: str, module: str = "linear") -> Callable[..., Any]:
     def reference(*args: Any) -> Any:
-        from .backends.backend import imported
+        from .kernel_source import imported
 
         return imported(f"{__package__}.ops.{module}:{name}")(*args)
 

@@ -6,7 +6,6 @@ class, which is imported when the first op that has a kernel of it is registered
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -17,7 +16,7 @@ from attrs import frozen
 from ...adapters.errors import FOREIGN, LayerfuseError, said, shown
 from ...registry.entry_points import of_group
 from ..declare import BACKENDS, REFERENCE, Kernel, Op, OpError
-from ..kernel_source import why_absent
+from ..kernel_source import imported, why_absent
 
 GROUP = "layerfuse.backends"
 """The group of entry points: a backend's name, and where its class is."""
@@ -86,13 +85,6 @@ class Backend:
     def settings(self, case: Any) -> str:  # noqa: ARG002
         """What else decides how a case runs, line by line: for an op of several ranks they must be alike on all."""
         return ""
-
-
-def imported(path: str) -> Callable[..., Any]:
-    """The function or the class at `module:name`."""
-    module, _, name = path.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
 
 
 def backend_of(op: Op, kernel: Kernel) -> Backend:

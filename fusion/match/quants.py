@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from ..declare import SmallScales
 from ..formats import FORMATS
-from ..ops.quantisation import swizzled_shape
+from ..ops.quantisation import DTYPES, swizzled_shape
 from .arithmetic import CLAMPS, aten, bounds_of, convert
 from .calls import Call, call_of, overload_of_op
 from .errors import Unmatched
@@ -214,7 +214,7 @@ def _fixed_quant(call: Call, form: OneOp, said: Described, values: Node, scales:
     made, rows = FORMATS[said.fixed or ""], value(call[form.source])
     *leading, width = rows.shape
     columns = made.block or width
-    dtype = getattr(torch, made.dtype)
+    dtype = DTYPES[made.dtype]
     beside: tuple[Any, ...] = (*leading, width // columns)
     if said.swizzled:
         beside = swizzled_shape(rows.shape, width)

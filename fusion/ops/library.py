@@ -18,7 +18,7 @@ from ..declare import Argument, Kernel, Op, Result, Rows
 from .agreement import agree
 from .checks import checker
 from .linear import goes_beyond
-from .quantisation import empty_scales, swizzled_shape
+from .quantisation import DTYPES, empty_scales, swizzled_shape
 
 _LIBRARY = torch.library.Library("layerfuse", "FRAGMENT")
 _defined: dict[str, Op] = {}
@@ -180,11 +180,11 @@ def fake_of(op: Op) -> Callable[..., Any]:
                 return torch.empty(shape, dtype=given[dtype], device=x.device)
             held = result.dtype or "float8_e4m3fn"
             narrow = (*shape[:-1], shape[-1] // declare.ELEMENTS[held].per)
-            return torch.empty(narrow, dtype=getattr(torch, held), device=x.device)
+            return torch.empty(narrow, dtype=DTYPES[held], device=x.device)
         if isinstance(result, declare.BlockScale):
             rowwise = (*shape[:-1], shape[-1] // result.columns)
             laid_out = swizzled_shape(shape, shape[-1]) if option(swizzled, given) else rowwise
-            return torch.empty(laid_out, dtype=getattr(torch, result.dtype), device=x.device)
+            return torch.empty(laid_out, dtype=DTYPES[result.dtype], device=x.device)
         size = None if group is None else given[group]
         return empty_scales(x.new_empty(shape), size, option(major, given), option(aligned, given))
 

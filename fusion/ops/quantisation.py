@@ -31,6 +31,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..declare import ELEMENTS
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ELEMENTS}
+"""What holds quantised values, by its name."""
+
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
 """The fp8 formats and their largest value. e4m3fnuz reaches 240; PyTorch's `finfo` says the same."""
 

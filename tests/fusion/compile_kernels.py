@@ -16,12 +16,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
-from layerfuse.fusion.backends.backend import imported
 from layerfuse.fusion.backends.symm_mem import launch as symm_mem
 from layerfuse.fusion.backends.triton import family, launcher, tuning
 from layerfuse.fusion.catalog import FUSIONS
 from layerfuse.fusion.compose import op_of
 from layerfuse.fusion.declare import GroupName, Op
+from layerfuse.fusion.kernel_source import imported
 from layerfuse.fusion.steps import AllReduce
 
 TARGETS = {

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...declare import BlockScales, Op
+from ...kernel_source import imported
 from ...ops import linear
 from ...ops.quantisation import LARGEST, scaling
-from ..backend import imported
 from . import launcher, refuses_fp8
 from .linear_kernel import few_token_linear, few_token_plain
 
