@@ -24,18 +24,22 @@ SOME_RELEASES = ("v0.1.16.post6", "v0.1.20")
 
 
 def mutations(function: str, release: str, whole: bool) -> Iterator[Mutation]:
-    """Every change of a kind that AITER's releases have made; unless `whole`, parameters are renamed and dropped in turn."""
+    """Every change of a kind that AITER's releases have made; unless `whole`, each parameter is renamed, dropped or swapped in turn."""
     parameters = [p for p in definitions(release)[function].parameters if p.name != "self"]
     yield Mutation("rename", function, name="renamed")
     yield Mutation("insert", function, parameters[0].name, name="inserted")
     for place, parameter in enumerate(parameters):
-        if whole or place % 2 == 0:
+        if whole or place % 3 == 0:
             yield Mutation("rename_parameter", function, parameter.name, name=f"{parameter.name}_renamed")
-        if whole or place % 2:
+        if whole or place % 3 == 1:
             yield Mutation("drop", function, parameter.name)
-    for one, other in pairwise(parameters):
-        if (one.default is None) is (other.default is None) and one.keyword_only is other.keyword_only:
-            yield Mutation("swap", function, one.name, other.name)
+    alike = [
+        (one, other)
+        for one, other in pairwise(parameters)
+        if (one.default is None) is (other.default is None) and one.keyword_only is other.keyword_only
+    ]
+    for one, other in alike[:: 1 if whole else 3]:
+        yield Mutation("swap", function, one.name, other.name)
 
 
 def changed_cases() -> Iterator[tuple[str, str]]:
