@@ -60,13 +60,14 @@ def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspec
     Raises:
         ConfigError: it does not say enough; everything missing is listed.
     """
-    from ..registry.inspect import inspect, read_config
+    from ..registry.inspect import inspect, read_config, read_modelopt
 
     config = read_config(path)
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     named = path.stem if path.stem != "config" and not path.is_dir() else folder.name
     unnamed = None if config.get("_name_or_path") else named or None
-    return inspect(config, registry=registry, name=name, file=str(path), folder=unnamed)
+    modelopt = read_modelopt(path)
+    return inspect(config, registry=registry, name=name, file=str(path), folder=unnamed, modelopt=modelopt)
 
 
 def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:

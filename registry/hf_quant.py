@@ -57,15 +57,16 @@ _PATTERN = re.compile(r"[\w.*\\()|^$-]{1,200}")
 
 
 def quant_of(
-    said: Any, held: Sequence[Linears], layers: Sequence[LayerKind], file: str
+    said: Any, held: Sequence[Linears], layers: Sequence[LayerKind], file: str, where: str
 ) -> tuple[dict[str, QuantKind], str | None]:
     """The tables of an entry, and a note where there are none though the config has some.
 
     Args:
-        said: its `quantization_config`, or None.
+        said: its `quantization_config`, what ModelOpt's file says in its place, or None.
         held: what the model has linears of.
         layers: the kind of each decoder layer.
-        file: what messages call the config.
+        file: where it was read, as the source of the tables.
+        where: what notes call it.
 
     Raises:
         MalformedError: it is no table, or has a value that its method cannot have there.
@@ -78,7 +79,7 @@ def quant_of(
     try:
         return _read(noting, held, layers, file), None
     except UnreadError as why:
-        return {}, f"quantization_config is not read: {why}; declare it under quant"
+        return {}, f"{where} is not read: {why}; declare it under quant"
     except MalformedError:
         raise
     except FOREIGN:

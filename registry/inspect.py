@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 LARGEST_CONFIG = 16 << 20
 """Bytes. Larger than any config.json; a weights file given by mistake is refused before it is read."""
 
+MODELOPT = "hf_quant_config.json"
+"""What NVIDIA's ModelOpt writes beside a config.json; up to 0.29 it did not write a `quantization_config` there."""
+
 NO_SINKS_SAID = "has_sinks is not said by any config"
 NOT_DECLARED = "no declared model has this architecture"
 NO_OFFSET_SAID = "norm_weight_offset is not said by any config"
@@ -84,7 +87,7 @@ class Inspection:
     problems: tuple[str, ...] = ()
     "What the model's code contradicts, or what of it fits no known class: the entry is then a draft, and no answer."
     unread: str | None = None
-    "Why its `quantization_config` is not read, which is one of the notes; None where it is, or there is none."
+    "Why what it says of its quantisation is not read, which is one of the notes; None where it is, or it says nothing."
 
     def toml(self) -> str:
         """The entry as models.toml text, with the notes as comments. A draft is nothing but comments, so that it declares nothing."""
@@ -104,20 +107,35 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or is no JSON object.
     """
-    path = path / "config.json" if path.is_dir() else path
+    return _read_json(path / "config.json" if path.is_dir() else path, "config.json")
+
+
+def read_modelopt(path: Path) -> dict[str, Any] | None:
+    """ModelOpt's own file in the folder of a config.json; None: there is none.
+
+    Raises:
+        ConfigError: as `read_config`.
+    """
+    if not path.is_dir() and path.name != "config.json":
+        return None
+    beside = (path if path.is_dir() else path.parent) / MODELOPT
+    return _read_json(beside, MODELOPT) if beside.exists() else None
+
+
+def _read_json(path: Path, what: str) -> dict[str, Any]:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for whoever writes it
             raise ConfigError(str(path), ["is no regular file"])
         if found.st_size > LARGEST_CONFIG:
-            raise ConfigError(str(path), [f"larger than {LARGEST_CONFIG >> 20} MiB, which no config.json is"])
+            raise ConfigError(str(path), [f"larger than {LARGEST_CONFIG >> 20} MiB, which no {what} is"])
         config = json.loads(path.read_bytes())
     except ConfigError:
         raise
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read: {error.strerror or error}"]) from None
     except RecursionError:
-        raise ConfigError(str(path), ["is nested too deeply to be a config.json"]) from None
+        raise ConfigError(str(path), [f"is nested too deeply to be a {what}"]) from None
     except ValueError as error:
         raise ConfigError(str(path), [f"is not JSON: {error}"]) from None
     if not isinstance(config, dict):
@@ -132,6 +150,7 @@ def inspect(
     name: str | None = None,
     file: str = "config.json",
     folder: str | None = None,
+    modelopt: Mapping[str, Any] | None = None,
 ) -> Inspection:
     """What this config describes.
 
@@ -142,6 +161,7 @@ def inspect(
             where a declared model is called that.
         file: what messages call the config.
         folder: where the config lies, as far as that names the model.
+        modelopt: a parsed hf_quant_config.json of the same folder, which counts where the config has no `quantization_config`, as in vLLM and SGLang.
 
     Raises:
         ConfigError: it does not say what an entry needs; everything missing is listed.
@@ -212,11 +232,15 @@ def inspect(
     if problems:
         raise ConfigError(file, problems, recognised)
     kinds = [entry.layers[word] for word in entry.kind_at()]
-    said = config.get("quantization_config", values.get("quantization_config"))
+    said, where, source = config.get("quantization_config"), "quantization_config", f"{file}, quantization_config"
+    if said is None and modelopt is not None:
+        said, where, source = {"quant_method": "modelopt", **modelopt}, MODELOPT, f"{MODELOPT} beside {file}"
+    elif said is None:
+        said = values.get("quantization_config")
     try:
-        quant, unread = quant_of(said, list(held_by(mlps, values)), kinds, f"{file}, quantization_config")
+        quant, unread = quant_of(said, list(held_by(mlps, values)), kinds, source, where)
     except MalformedError as why:
-        raise ConfigError(file, [f"quantization_config: {why}{CORRECT}"], recognised) from None
+        raise ConfigError(file, [f"{where}: {why}{CORRECT}"], recognised) from None
     hf.notes.extend([] if unread is None else [unread])
     entry = attrs.evolve(entry, quant=quant)
     # Models of other code may have the same sizes.

@@ -132,6 +132,7 @@ def _torchao(said: Mapping[str, Any]) -> Words:
 def _modelopt(said: Mapping[str, Any]) -> Words:
     """NVIDIA's ModelOpt, whose `hf_quant_config.json` has the same under `quantization`."""
     algorithm = said.get("quant_algo")
+    algorithm = algorithm.upper() if isinstance(algorithm, str) else algorithm
     if algorithm == "FP8":
         return _weight(_FP8, "tensor", activation="static")
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":

@@ -580,3 +580,47 @@ def test_a_plan_says_that_a_quantisation_is_not_read(run, tmp_path):
         assert line.removeprefix(f"layerfuse: {path}: ") in run("inspect", path).out
         path.write_text(json.dumps({**config, **other}), encoding="utf-8")
         assert "quantization_config" not in run("plan", tmp_path).err
+
+
+def test_modelopts_own_file_says_how_a_checkpoint_is_quantised_where_its_config_does_not(run, tmp_path):
+    config = read_config(next(path for path in CHECKPOINTS if path.parent.name == "qwen3-4b"))
+    path, beside = tmp_path / "config.json", tmp_path / "hf_quant_config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+
+    def says(algorithm, **more):
+        held = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"], **more}
+        beside.write_text(json.dumps({"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": held}))
+
+    says("FP8")
+    for asked in (tmp_path, path):
+        (entry,) = json.loads(run("inspect", asked, "--json").out)["entry"]["models"].values()
+        (table,) = entry["quant"].values()
+        assert table == {
+            "linears": ["attention", "mlps"],
+            "weight": "float8_e4m3fn",
+            "scheme": "tensor",
+            "activation": "static",
+            "source": f"hf_quant_config.json beside {asked}",
+        }
+        planned = json.loads(run("plan", asked, "--target", "sm90", "--engine", "vllm", "--json").out)
+        assert planned["published"] == ["attention, mlps in float8_e4m3fn, one scale per tensor; activations static"]
+    says("nvfp4", group_size=16)  # vLLM reads it in small letters too
+    assert "activations nvfp4" in run("inspect", path).err
+    says("MIXED_PRECISION")
+    said = "hf_quant_config.json is not read: its quant_algo is 'MIXED_PRECISION'; declare it under quant"
+    assert said in run("inspect", path).out
+    assert f"layerfuse: {path}: {said}" in run("plan", path).err
+    says("FP8", exclude_modules="lm_head")
+    refused = run("inspect", path)
+    assert refused.code and f"{path}: hf_quant_config.json: exclude_modules: expected a list of texts" in refused.err
+    beside.write_text("[]", encoding="utf-8")
+    refused = run("plan", path)
+    assert refused.code and f"{beside}: expected a JSON object, got list" in refused.err
+    # What config.json says goes first, as in engines; a file of another name has no such file beside it.
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    says("FP8")
+    path.write_text(json.dumps({**config, "quantization_config": fp8}), encoding="utf-8")
+    assert "blocks of 128 x 128; activations group128" in run("inspect", path).err
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(config), encoding="utf-8")
+    assert "float8_e4m3fn" not in run("inspect", other).out

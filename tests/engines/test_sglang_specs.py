@@ -5,6 +5,9 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from helpers import in_turn
 
 from layerfuse import registry
 from layerfuse.adapters import NO_ROPE, ActivationQuant, GQASpec, MLASpec, ResidualSpec, WeightSpec
+from layerfuse.registry.inspect import read_modelopt
 
 sglang_layers = pytest.importorskip("sglang_layers")
 from sglang_host import published_config  # noqa: E402
@@ -109,3 +113,20 @@ def test_linears_in_nvfp4_say_how_they_take_what_they_read() -> None:
         assert (attention.q_norm.quant, stream.post_attention_norm.quant) == (quant, quant)
         (linear,) = attention.q_norm.consumers
         assert linear.weight == WeightSpec(dtype="float4_e2m1fn", scheme="group", block=(1, 16))
+
+
+@pytest.mark.parametrize("said", [None, {"quant_method": "fp8"}])
+def test_modelopts_own_file_counts_as_layerfuse_reads_it(said: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Where the config has no `quantization_config`; by the name that SGLang gives the file."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp8Config
+
+    (name,) = ModelOptFp8Config.get_config_filenames()
+    own = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": {"quant_algo": "FP8"}}
+    config = object.__new__(ModelConfig)
+    config.hf_config = SimpleNamespace(**({} if said is None else {"quantization_config": dict(said)}))
+    config.model_path = str(tmp_path)
+    assert read_modelopt(tmp_path) is None and config._parse_quant_hf_config() == said
+    (tmp_path / name).write_text(json.dumps(own))
+    assert read_modelopt(tmp_path) == own
+    assert config._parse_quant_hf_config() == (said or {"quant_method": "modelopt_fp8", "quant_algo": "FP8"})

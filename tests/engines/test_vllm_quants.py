@@ -5,6 +5,8 @@ The matrix products behind it need a GPU, so the quantised rows and their scales
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from layerfuse.adapters import ActivationQuant, describe_linear_quant
 from layerfuse.adapters.specs import WHOLE, NormSpec, ResidualSpec
 from layerfuse.fusion import FusionConfig, Target
 from layerfuse.fusion import compile as fuse
+from layerfuse.registry.inspect import read_modelopt
 
 vllm_layers = pytest.importorskip("vllm_layers")
 from test_vllm_specs import BLOCK, PER_TOKEN, STATIC  # noqa: E402
@@ -78,3 +81,21 @@ def test_the_quantisation_of_a_real_linear_is_fused(name: str, reads: bool, monk
     for mine, theirs in zip(got, wanted, strict=True):
         assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=0.13, atol=2**-9)
+
+
+@pytest.mark.parametrize("said", [None, {"quant_method": "fp8", "activation_scheme": "static"}])
+def test_modelopts_own_file_counts_as_layerfuse_reads_it(said: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Where the config has no `quantization_config`; by the name that vLLM gives the file."""
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
+    from vllm.transformers_utils.config import get_config
+
+    (name,) = ModelOptFp8Config.get_config_filenames()
+    own = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": {"quant_algo": "FP8"}}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    config |= {} if said is None else {"quantization_config": said}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_modelopt(tmp_path) is None
+    (tmp_path / name).write_text(json.dumps(own))
+    assert read_modelopt(tmp_path) == own
+    assert get_config(str(tmp_path), trust_remote_code=False).quantization_config == (said or own)
+    assert ModelOptFp8Config.from_config(own).quant_method == "FP8"
