@@ -59,11 +59,13 @@ def norm(module: Any, seam: Seam, site: Site, run: Run, same: Same) -> None:
     def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.keys() == {second} and not args:
             args, kwargs = (kwargs[second],), {}
-        given = tuple(each for each in args if each is not None)
+        given, others = args[:several], args[several:]
         # Without the second tensor, or with options of the engine's, it is another computation.
-        plain = len(given) == several and all(each is not None for each in args[:several]) and not kwargs
-        if not plain or any(each.numel() != x.numel() for each in given) or not same():
+        plain = len(given) == several and not kwargs and not (others and any(each is not None for each in others))
+        if not plain or (several and (given[0] is None or given[0].numel() != x.numel())) or not same():
             return own(x, *args, **kwargs)
+        if not heads and (not several or given[0].shape == x.shape):
+            return run((x, *given, module.weight, *settings), (x, *given), own)
         # Kimi's delta nets give the gate without the leading dimension of 1; vLLM 0.26 gives heads as rows.
         shape = (-1, *heads) if heads and x.dim() == 2 else x.shape
         rows = (each.reshape(shape) for each in (x, *given))

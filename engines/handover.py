@@ -63,6 +63,11 @@ def give(site: str, results: tuple[Tensor, ...], scale: Tensor | None) -> tuple[
     return tuple(others)
 
 
+def forget() -> None:
+    """Keep nothing for anybody any more."""
+    _here.last = None
+
+
 @frozen(kw_only=True, eq=False)
 class Reader:
     """Where a linear comes to what it reads in fp8."""

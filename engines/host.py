@@ -28,6 +28,9 @@ class Host:
     report_file: Callable[[Any], tuple[Path, str]]
     "Where the report of a `CompiledModule` goes if nobody else writes there, and by what its engine is told from others on this host."
 
+    captures: Callable[[], bool] | None = None
+    """Whether it captures CUDA graphs now, the runs before included: once it has, what stands at modules stands there meanwhile, and steps whose
+    ops the host launches one by one are the engine's own. None: all steps are fused."""
     kernels: frozenset[str] = frozenset()
     "Packages of kernels that its code calls, and that are no part of it. What stands in the place of theirs is not looked into."
     fp8_dtype: Callable[[], Any]

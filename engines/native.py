@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, call, is_
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch.nn.modules.module as torch_module
-from attrs import frozen
+from attrs import define, field
 from torch import nn
 
 from ..adapters.errors import FOREIGN, LayerfuseError
@@ -60,31 +61,181 @@ class HookedError(NotNativeError):
         return f"{self.place}, from {self.owner}, would not be called"
 
 
-@frozen(kw_only=True)
+class Held(NamedTuple):
+    """What is held somewhere under a name."""
+
+    where: Mapping[str, Any]
+    name: str
+    what: Any
+    "None: nothing."
+    place: str
+    "What errors call it."
+    owner: object
+    "Whose the mapping is, for a class makes a new one whenever it is asked; a string is the name of a module."
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The same for one name of one owner."""
+        return id(self.owner), self.name
+
+    @property
+    def is_common(self) -> bool:
+        """Whether it is a class's or a module's, and so of many places."""
+        return isinstance(self.owner, type | str)
+
+
+class Step:
+    """Steps of all models in the process: what many places have in common is looked at once in each."""
+
+    number: ClassVar[int] = 0
+
+    @classmethod
+    def begin(cls) -> None:
+        """From now on it is another one. It is, too, when a place is come to again, or is new."""
+        cls.number += 1
+
+
+class Common:
+    """What a place has in common with others like it. Alike ones are one object, so that it is looked at once in a step."""
+
+    known: ClassVar[WeakValueDictionary[Hashable, Common]] = WeakValueDictionary()
+
+    def __init__(self, held: Sequence[Held], functions: Sequence[FunctionType]) -> None:
+        self._held, self._functions = held, functions
+        self._gets, self._names = [each.where.get for each in held], [each.name for each in held]
+        self._whats, self._codes = [each.what for each in held], [*map(_code_of, functions)]
+        self._looked_at = -1
+        "The step in which it was last as it was."
+
+    @classmethod
+    def of(cls, held: Sequence[Held], functions: Sequence[FunctionType]) -> Common:
+        """The one of these."""
+        key = (*((*each.key, id(each.what)) for each in held), *((id(each), id(each.__code__)) for each in functions))
+        found = cls.known.get(key)
+        if found is None:
+            found = cls.known[key] = cls(held, functions)
+        return found
+
+    def is_same(self) -> bool:
+        """Whether all of it is as it was."""
+        if self._looked_at == Step.number:
+            return True
+        held = all(map(is_, map(call, self._gets, self._names), self._whats))
+        if held and all(map(is_, map(_code_of, self._functions), self._codes)):
+            self._looked_at = Step.number
+            return True
+        return False
+
+    def accept(self) -> None:
+        """From now on what stands for something is as good as that."""
+        for at, held in enumerate(self._held):
+            now = held.where.get(held.name)
+            self._whats[at] = now if now is not held.what and _stands_for(now, held.what) else held.what
+        self._codes = [*map(_code_of, self._functions)]
+
+
+@define(kw_only=True, eq=False)
 class Native:
     """All that runs at a place, as it was when every part of it was the engine's own."""
 
-    held: tuple[tuple[Mapping[str, Any], str, Any, str], ...]
-    "Where, under which name, what, and what errors call it; None: nothing."
+    held: tuple[Held, ...]
     empty: tuple[tuple[Mapping[Any, Any], str], ...]
     "Hooks of modules that would be called from elsewhere, and whose they are."
     classes: tuple[tuple[nn.Module, type], ...]
     "Modules, and what they are."
-    functions: Mapping[FunctionType, str]
-    "Functions of the engine's, and what errors call them."
-    codes: list[CodeType]
-    "Theirs, in the same order."
+    functions: Mapping[FunctionType, tuple[CodeType, str]]
+    "Functions of the engine's with their code, and what errors call them."
+    answers: tuple[Held, ...]
+    "By what classes would answer for values of their instances."
+    asked: tuple[Callable[[], str | None], ...]
+    "Ask instances whether they say those values, where one of `answers` is another."
     others: tuple[Callable[[], str | None], ...]
     "Ask what else would be another now, and say it."
+    _common: tuple[Common, ...] = field(default=(), repr=False)
+    _mine: tuple[Sequence[Any], ...] = field(init=False, repr=False)
+    "What is not in common, as one look at it needs it."
+    _called_in: int = field(init=False, default=-1, repr=False)
+    "The step of the last call."
+
+    def __attrs_post_init__(self) -> None:
+        if not self._common:
+            held = [each for each in (*self.held, *self.answers) if each.is_common]
+            self._common = (Common.of(held, [*self.functions]),)
+        self._keep()
+        Step.begin()
+
+    @classmethod
+    def of_all(cls, several: Sequence[Native]) -> Native:
+        """Several as one, which holds what they share once."""
+
+        def each(name: str, key: Callable[[Any], Hashable] = id) -> tuple[Any, ...]:
+            return tuple({key(part): part for native in several for part in attrgetter(name)(native)}.values())
+
+        return cls(
+            held=each("held", lambda held: (*held.key, id(held.what))),
+            empty=each("empty", lambda hooks: id(hooks[0])),
+            classes=each("classes", lambda pair: id(pair[0])),
+            functions={function: found for native in several for function, found in native.functions.items()},
+            answers=each("answers"),
+            asked=each("asked"),
+            others=each("others"),
+            common=each("_common"),
+        )
 
     @property
     def alike(self) -> frozenset[Hashable]:
         """What places share at which the same code runs with the same settings."""
-        return frozenset((place, _told(what)) for _, _, what, place in self.held)
+        return frozenset((each.place, _told(each.what)) for each in self.held)
 
     def changed(self) -> str | None:
-        """What has been put there since then, as a sentence; None where it is as it was. About two microseconds for a norm."""
-        for where, name, what, place in self.held:
+        """What has been put there since then, as a sentence; None where it is as it was. One or two microseconds."""
+        if self._called_in == Step.number:
+            Step.begin()
+        self._called_in = Step.number
+        if not self._is_same():
+            problem = self._changed()
+            if problem is not None:
+                return problem
+            self._keep()
+            for common in self._common:
+                common.accept()
+        return next(filter(None, (ask() for ask in self.others)), None) if self.others else None
+
+    def _is_same(self) -> bool:
+        """Whether nothing at all is another. No line of Python runs for each of it."""
+        for common in self._common:
+            if not common.is_same():
+                return False
+        apart, absent, gets, names, whats, modules, classes, hooks = self._mine
+        return (
+            all(map(call, apart, absent))
+            and all(map(is_, map(call, gets, names), whats))
+            and all(map(is_, map(type, modules), classes))
+            and not any(hooks)
+        )
+
+    def _keep(self) -> None:
+        """Take what is there now for what is to stay there: it is that, or stands for it."""
+        absent: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
+        there = []
+        for each in self.held:
+            if each.is_common:
+                continue
+            if each.what is None and each.name not in each.where:
+                absent.setdefault(id(each.where), (each.where, set()))[1].add(each.name)
+            else:
+                there.append((each.where.get, each.name, each.where.get(each.name)))
+        self._mine = (
+            [where.keys().isdisjoint for where, _ in absent.values()],
+            [names for _, names in absent.values()],
+            *(zip(*there, strict=True) if there else ((), (), ())),
+            [module for module, _ in self.classes],
+            [cls for _, cls in self.classes],
+            [hooks for hooks, _ in self.empty],
+        )
+
+    def _changed(self) -> str | None:
+        for where, name, what, place, _ in self.held:
             now = where.get(name)
             if now is not what and not _stands_for(now, what):
                 code = callable(now) or callable(what)
@@ -97,13 +248,10 @@ class Native:
                 return str(
                     NotNativeError(f"this {cls.__qualname__}", f"{type(module).__module__}:{type(module).__qualname__}")
                 )
-        for each in self.others:
-            if (problem := each()) is not None:
-                return problem
-        if [*map(_code_of, self.functions)] != self.codes:
-            function = next(f for f, code in zip(self.functions, self.codes, strict=True) if f.__code__ != code)
-            return str(NotNativeError(self.functions[function], module_of(function), function.__code__.co_filename))
-        return None
+        for function, (own, place) in self.functions.items():
+            if function.__code__ != own:
+                return str(NotNativeError(place, module_of(function), function.__code__.co_filename))
+        return next(filter(None, (ask() for ask in self.asked)), None)
 
 
 def _stands_for(now: Any, what: Any) -> bool:
@@ -132,6 +280,16 @@ def _still_says(instance: Any, names: list[str]) -> Callable[[], str | None]:
         return None
 
     return changed
+
+
+def _answering(cls: type, name: str) -> list[Held]:
+    """By what a class would answer for a name: the last of them, if any, is what it has."""
+    found: list[Held] = []
+    for base in cls.__mro__:
+        found.append(Held(vars(base), name, vars(base).get(name), f"{base.__qualname__}.{name}", base))
+        if name in vars(base):
+            break
+    return found
 
 
 def _told(what: Any) -> Hashable:
@@ -217,7 +375,7 @@ class Look:
     def __init__(self, top: nn.Module | None = None, bypassed: Container[str] = (), values: bool = True) -> None:
         self.own, self.around = here().package, AROUND | here().kernels
         self.top, self.bypassed, self.values = top, bypassed, values
-        self.held: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, str]] = {}
+        self.held: dict[tuple[int, str], Held] = {}
         self.empty: list[tuple[Mapping[Any, Any], str]] = []
         self.classes: dict[int, tuple[nn.Module, type]] = {}
         self.functions: dict[FunctionType, str] = {}
@@ -225,19 +383,31 @@ class Look:
         self.values_of: dict[int, tuple[Any, list[str]]] = {}
         self.seen: set[Any] = set()
 
-    def hold(self, where: Mapping[str, Any], name: str, what: Any, place: str, key: object) -> None:
+    def hold(self, where: Mapping[str, Any], name: str, what: Any, place: str, owner: object) -> None:
         """From now on something that is held elsewhere under a name has to stay what it is."""
-        self.held[id(key), name] = (where, name, what, place)
+        held = Held(where, name, what, place, owner)
+        self.held[held.key] = held
 
     def native(self) -> Native:
         """What was found."""
+        answers: dict[tuple[int, str], Held] = {}
+        asked: list[Callable[[], str | None]] = []
+        others = [*self.others]
+        for instance, names in self.values_of.values():
+            found = [_answering(type(instance), name) for name in ("__getattribute__", *names)]
+            answers.update({each.key: each for answer in found for each in answer})
+            ask = _still_says(instance, names)
+            # What a class answers already may be another whenever it is asked.
+            answered = any(inspect.isdatadescriptor(answer[-1].what) for answer in found)
+            (others if answered else asked).append(ask)
         return Native(
             held=tuple(self.held.values()),
             empty=tuple(self.empty),
             classes=tuple(self.classes.values()),
-            functions=self.functions,
-            codes=[*map(_code_of, self.functions)],
-            others=(*self.others, *(_still_says(instance, names) for instance, names in self.values_of.values())),
+            functions={function: (function.__code__, place) for function, place in self.functions.items()},
+            answers=tuple(answers.values()),
+            asked=tuple(asked),
+            others=tuple(others),
         )
 
     def methods(self, *methods: tuple[Any, str]) -> Native:

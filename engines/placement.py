@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
+from types import MappingProxyType
+from typing import Any
 
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import nn
 
 from ..fusion.ops.agreement import RankDisagreementError, agree
@@ -61,6 +63,38 @@ def why_apart(what: str, decision: str) -> str | None:
     return None
 
 
+_NOTHING = object()
+
+
+@frozen(eq=False)
+class Put:
+    """Something of ours in an attribute of an instance of the engine's."""
+
+    instance: Any = field(repr=False)
+    name: str
+    ours: Any = field(repr=False)
+    before: Any = field(repr=False)
+    "What the instance itself held there."
+
+    @classmethod
+    def at(cls, instance: Any, name: str, before: Mapping[str, Any] = MappingProxyType({})) -> Put:
+        """What is there now. `before`: what the instance held."""
+        return cls(instance, name, vars(instance)[name], before.get(name, _NOTHING))
+
+    def take_out(self) -> None:
+        """Let the engine's own be there, unless somebody has put something else there."""
+        if vars(self.instance).get(self.name) is self.ours:
+            if self.before is _NOTHING:
+                delattr(self.instance, self.name)
+            else:
+                setattr(self.instance, self.name, self.before)
+
+    def put_back(self) -> None:
+        """Let it be there again, unless somebody has put something there meanwhile."""
+        if vars(self.instance).get(self.name, _NOTHING) is self.before:
+            setattr(self.instance, self.name, self.ours)
+
+
 @define(kw_only=True, eq=False)
 class Placement(ABC):
     """One fusion in one model, or several."""
@@ -71,6 +105,8 @@ class Placement(ABC):
     "Site -> op -> calls in the run that is looked at; empty before it."
     missed: dict[str, str] = field(factory=dict)
     "Site -> why what is expected does not stand there, or refused a call, as a sentence."
+    put: list[Put] = field(factory=list, repr=False)
+    "Where something stands in instances of the engine's."
     strange: dict[UnknownNorm, None] = field(factory=dict)
     "Norms of the residual stream that belong to no layer that was read, as far as it looks for them."
 

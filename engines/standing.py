@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 
 import attrs
+import torch
 from attrs import define, field
 from torch import Tensor, nn
 
@@ -33,10 +35,10 @@ from ..fusion.sites import OUTPUT, OWN_PLACE, STREAM, Site
 from . import calls, trial
 from .calls import GONE, Run
 from .compiled_module import CompiledModule
-from .handover import Reader, give
+from .handover import Reader, forget, give
 from .host import here
-from .native import Native, NotNativeError
-from .placement import Placement, is_looked_at, looking, why_apart
+from .native import Native, NotNativeError, Step
+from .placement import Placement, Put, is_looked_at, looking, why_apart
 from .process import once
 from .seams import Seam, seam_of
 from .whose import module_of
@@ -49,6 +51,9 @@ REFUSALS = (LayerfuseError, TypeError, ValueError)
 
 NOT_CALLED = "{engine} did not call its {what} in the first run"
 NOT_TAKEN = "no linear behind it asked for what the op had quantised in the first run"
+
+AWAY = "layerfuse: the fused ops are in CUDA graphs; steps whose ops are launched one by one, as those of prompts, are %s's own from now on"
+"""What is said where an engine captures CUDA graphs."""
 
 OTHER = "another forward was put where the fused op stands, from %s"
 """What is said of a module whose forward is ours no more: the other one may call ours, or not."""
@@ -68,8 +73,8 @@ class Standing(Placement):
     "Path of a norm, or of the layer of both -> the module in which an op stands there."
     forwards: dict[str, tuple[nn.Module, Any]] = field(factory=dict, repr=False)
     "Site -> the module in which an op stands, and the forward that was put there."
-    held: tuple[tuple[Mapping[str, Any], str, Any], ...] = field(default=(), repr=False)
-    "Where and under which name the model holds these modules, what is around them, and their forwards."
+    held: tuple[list[Callable[..., Any]], list[str], list[Any]] = field(default=([], [], []), repr=False)
+    "What gets these modules where the model holds them, what is around them, and their forwards; by which name; and what that was."
     wrong: set[str] = field(factory=set)
     "Sites at which something else than the op's meaning was found to run."
     left: set[str] = field(factory=set)
@@ -84,6 +89,10 @@ class Standing(Placement):
     "Sites that an op was to stand at so far."
     waiting: dict[str, Callable[[], None]] = field(factory=dict)
     "Site of a fused all-reduce, which all ranks have to take -> what puts the op in."
+    captured: bool = False
+    "Whether the engine has captured CUDA graphs."
+    away: bool = False
+    "Whether nothing stands at the engine's modules in this step."
     number: int = field(factory=count().__next__)
     "Of the models in this process: what was agreed on of one is not asked again."
 
@@ -153,7 +162,7 @@ class Standing(Placement):
             if isinstance(readers, str):
                 return readers
             norms = partial(self._norms, site)
-            stood = (*calls.stood(module, seam, norms()), *(each.stood for each in readers))
+            stood = Native.of_all([*calls.stood(module, seam, norms()), *(each.stood for each in readers)])
             same = partial(self._as_it_was, site.name, stood)
             quant = site.quant if readers else None
             call, meaning, options = (
@@ -179,12 +188,15 @@ class Standing(Placement):
         paths = [join(site.layer, norm.module or "") for norm in site.norms] if seam.callers else [path]
         self.inside.update(zip(paths, stands, strict=True))
         self.forwards[site.name] = stands[0], vars(stands[0])["forward"]
+        self.put += [Put.at(each, "forward") for each in stands]
         return None
 
     def _read(self, site: str, fusion: str, readers: Iterable[Reader], refuse: Callable[[str, str], None]) -> None:
         """Let the linears behind a site take what its op has quantised; `refuse` is told where they make something else of it."""
         for reader in readers:
+            before = {**vars(reader.place)}
             reader.stand(site, self._took, refuse)
+            self.put.append(Put.at(reader.place, reader.method, before))
             self.forms[site] = FUSIONS[fusion].forms[-1].op.name
 
     def _norms(self, site: Site) -> tuple[nn.Module, ...]:
@@ -242,7 +254,7 @@ class Standing(Placement):
         if self.inside:
             self._hold()
             for module in {id(each): each for each in (self.model, self._around())}.values():
-                module.register_forward_pre_hook(lambda *_: self._look())
+                module.register_forward_pre_hook(lambda *_: self._begin())
 
     def _around(self) -> nn.Module:
         """The innermost module that is around all of them and has a forward: SGLang calls the model's forward past its hooks, vLLM what is inside."""
@@ -250,6 +262,30 @@ class Standing(Placement):
         paths = (".".join(first[:end]) for end in range(len(first) - 1, 0, -1))
         outer = (self.model.get_submodule(path) for path in paths if all(is_around(path, each) for each in self.inside))
         return next((each for each in outer if not isinstance(each, nn.ModuleList | nn.ModuleDict)), self.model)
+
+    def _begin(self) -> None:
+        """A step begins: look what is there, and stand there or not."""
+        if torch.compiler.is_compiling():
+            return
+        Step.begin()
+        self._look()
+        captures = here().captures
+        capturing = captures is None or captures()
+        self.captured |= capturing
+        if self.away is (self.captured and not capturing):
+            return
+        self.away = not self.away
+        put = [each for placement in self.compiled.placements.values() for each in placement.put]
+        if self.away:
+            # The other way round: one may stand over another.
+            for each in reversed(put):
+                each.take_out()
+            forget()
+            once(logging.INFO, AWAY, here().name)
+        else:
+            for each in put:
+                each.put_back()
+        self._hold()
 
     def _hold(self) -> None:
         """Take note of where the model holds those modules and the ones around them, and of their forwards."""
@@ -261,11 +297,13 @@ class Standing(Placement):
                 held.update({".".join(parts[:end]): parts[end - 1] for end in range(1, len(parts) + 1)})
         places = [(self.model.get_submodule(path.rpartition(".")[0])._modules, name) for path, name in held.items()]
         places += [(vars(module), "forward") for module, _ in self.forwards.values()]
-        self.held = tuple((where, name, where.get(name)) for where, name in places)
+        gets, names = [where.get for where, _ in places], [name for _, name in places]
+        self.held = gets, names, [*map(operator.call, gets, names)]
 
     def _look(self) -> None:
         """Say what is there no more: what is called in its place is no op of ours. About 50 ns for a module."""
-        if all(where.get(name) is what for where, name, what in self.held):
+        gets, names, whats = self.held
+        if all(map(operator.is_, map(operator.call, gets, names), whats)):
             return
         there = {id(module) for module in self.model.modules()}
         for path, module in self.inside.items():
@@ -280,12 +318,14 @@ class Standing(Placement):
     def _other(self, site: str) -> str | None:
         """Whose forward was put where the op of a site stands, as a sentence; None where it is ours."""
         module, ours = self.forwards.get(site, (None, None))
-        now = ours if module is None else vars(module).get("forward", type(module).forward)
+        if module is None or (self.away and "forward" not in vars(module)):
+            return None
+        now = vars(module).get("forward", type(module).forward)
         return None if now is ours else OTHER % module_of(now)
 
-    def _as_it_was(self, site: str, stood: Iterable[Native]) -> bool:
+    def _as_it_was(self, site: str, stood: Native) -> bool:
         """Whether nothing has been put in the place of the engine's code since ours stands there: what has is called instead, and said."""
-        problem = next(filter(None, (each.changed() for each in stood)), None)
+        problem = stood.changed()
         if problem is None:
             return True
         self.missed[site] = problem

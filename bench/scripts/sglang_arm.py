@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sglang_probe import FOLDER
+from sglang_probe import FOLDER, FUSED
 from sglang_probe import prompts as together
 from vllm_arm import PROMPTS, STARTED, prompts, serve
 
@@ -201,11 +201,12 @@ class Arm:
         return found
 
     def forced(self, tokens: dict[str, list[list[int]]], together: bool = True) -> dict[str, Any]:
-        """What is thought of given tokens behind the same prompts. SGLang's own steps of prompts say it, and no decode graph runs.
+        """What is thought of given tokens behind the same prompts. Steps of prompts say it, in which the fused ops are called meanwhile, and no decode graph runs.
 
         Args and returns are those of `vllm_arm.Arm.forced`.
         """
         self._let_go()
+        (self.folder / FUSED).touch()
         found = {}
         for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
             drawn = prompts(self.vocabulary, number, length, seed)
@@ -214,6 +215,7 @@ class Arm:
             how: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
             several = [each for batch in batches for each in self._generate(batch, {"max_new_tokens": 1}, **how)]
             found[name] = [_thought(each, row, length) for each, row in zip(several, rows, strict=True)]
+        (self.folder / FUSED).unlink()
         return found
 
     def one_by_one(self, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:

@@ -10,13 +10,18 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 FOLDER = "SGLANG_PROBE"
 """The variable that names a folder: the file `batch` in it says which step to hold, the socket `held` is told. Without it no step is."""
+FUSED = "fused"
+"""The file in it that says that steps of prompts are to be layerfuse's too."""
 SETTLED = 3
 """The step of all sequences that is held."""
 _seen: dict[str, int] = {}
@@ -54,7 +59,17 @@ def _graph(execute: Callable[..., Any], runner: Any, batch: Any, *args: Any, **k
     return found
 
 
+def _fused_too(wanted: bool) -> None:
+    """Let steps that no graph holds be layerfuse's too, where it is, or not: it leaves them to SGLang once graphs are captured."""
+    if "layerfuse.engines.sglang.host" in sys.modules:
+        from layerfuse.engines.host import enter
+        from layerfuse.engines.sglang.host import SGLANG
+
+        enter(attrs.evolve(SGLANG, captures=None) if wanted else SGLANG)
+
+
 def _eager(execute: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    _fused_too(Path(os.environ[FOLDER], FUSED).exists())
     found = execute(runner, batch, *args, **kwargs)
     number = batch.batch_size
     if not batch.forward_mode.is_decode() and number:

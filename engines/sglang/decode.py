@@ -412,14 +412,7 @@ def _look(mla: Any) -> Native:
         look.hold(mla._modules, name, child, f"{name} of this {type(mla).__qualname__}", mla._modules)
         look.top = child if name in _NORMS else None  # an op may stand in a norm
         look.module(child)
-    held = held_methods(mla, LAYER)
-    found = look.native()
-    return attrs.evolve(
-        found,
-        held=(*found.held, *(each for each in held.held)),
-        functions={**found.functions, **held.functions},
-        codes=[*found.codes, *held.codes],
-    )
+    return Native.of_all([look.native(), held_methods(mla, LAYER)])
 
 
 def _options(mla: Any, site: Site, compiled: CompiledModule) -> tuple[Any, ...] | None:

@@ -61,6 +61,12 @@ def multiplies_by_the_largest_over_amax() -> bool:
     return bool(fp8_kernel.per_token_group_quant_fp8 is fp8_kernel.sglang_per_token_group_quant_fp8)
 
 
+def _captures() -> bool:
+    mode = sys.modules.get("sglang.srt.model_executor.runner_utils.capture_mode")
+    asked = None if mode is None else vars(mode).get("get_is_capture_mode")
+    return asked is not None and bool(asked())
+
+
 SGLANG = Host(
     name="SGLang",
     package="sglang",
@@ -70,4 +76,5 @@ SGLANG = Host(
     group=_group,
     report_file=_report_file,
     fp8_dtype=_fp8_dtype,
+    captures=_captures,
 )

@@ -33,7 +33,7 @@ from ..handover import why_products_apart
 from ..hooks import HookError, check
 from ..linears import UNFIT, AtSeams, fits
 from ..native import Native, NotNativeError, native_function
-from ..placement import is_looked_at
+from ..placement import Put, is_looked_at
 from ..process import once
 from ..whose import module_of
 from .hooks import PRODUCTS
@@ -101,16 +101,20 @@ def put_in(compiled: CompiledModule, model: nn.Module) -> None:
     left: dict[str, str] = {}
     stood: dict[str, Native] = {}
     tried: dict[Any, str | None] = {}
+    put: list[Put] = []
     for site in found:
         assert site.linear is not None, "the fusion is of linears"
         linear = model.get_submodule(join(site.layer, site.linear.path))
         ran[site.name] = Counter()
         miss = partial(left.__setitem__, site.name)
+        before = {**vars(linear.quant_method)}
         problem = _stand(linear, site.quant, compiled, ran[site.name], stood, tried, miss)
-        if problem is not None:
+        if problem is None:
+            put.append(Put.at(linear.quant_method, PLACE, before))
+        else:
             left[site.name] = problem
             once(logging.WARNING, LEFT, problem)
-    compiled.placements[BLOCKS] = AtSeams(fusion=BLOCKS, missed=left, counts=ran)
+    compiled.placements[BLOCKS] = AtSeams(fusion=BLOCKS, missed=left, counts=ran, put=put)
 
 
 def why_not(arguments: Any) -> str | None:
@@ -174,7 +178,7 @@ def _stand(
     if key not in tried:
         tried[key] = _difference(own, weight, weight_scale, quant)
     if tried[key] is None:
-        setattr(method, PLACE, _product(own, compiled, ran, stood[own.__name__], miss))
+        setattr(method, PLACE, _product(own, compiled, ran, Native.of_all([stood[own.__name__]]), miss))
     return tried[key]
 
 

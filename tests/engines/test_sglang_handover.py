@@ -6,8 +6,11 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,15 +22,16 @@ import torch
 from sglang.kernels.ops.attention.fla import fused_norm_gate
 from sglang.srt.layers.quantization import fp8, fp8_utils
 from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.model_executor.runner_utils import capture_mode
 from test_sglang_plugin import ADD, LLAMA, fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
 from torch import Tensor, nn
 
-from layerfuse.engines import calls
-from layerfuse.engines.native import NotNativeError, native_methods
+from layerfuse.engines import calls, standing
+from layerfuse.engines.native import NotNativeError, native, native_methods
 from layerfuse.engines.sglang import loading, plugin, readers
 from layerfuse.engines.sglang.loading import compiled_module_of
 from layerfuse.engines.sglang.seams import SEAMS
-from layerfuse.engines.standing import NOT_TAKEN, at_first_call
+from layerfuse.engines.standing import AWAY, NOT_TAKEN, at_first_call
 from layerfuse.fusion import Target
 
 NORM = "rms_norm"  # the first layer has no residual to add
@@ -149,6 +153,97 @@ def test_linears_take_what_the_norm_in_front_of_them_has_quantised(
         assert kernels.quantised == 0
         torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
         assert kernels.quantised == 4
+
+
+def inside(self: Any, ids: Tensor, *_: Any) -> Tensor:
+    """The same where SGLang calls it: the model in the model, whose hooks are called."""
+    return products(SimpleNamespace(model=self), ids)
+
+
+class Steps:
+    """Steps of a Llama with fused ops beside those of one without."""
+
+    def __init__(self) -> None:
+        self.model, self.own = llama("group"), llama("group")
+        compiled = compiled_module_of(runner_of(self.model), plugin.options_here())
+        at_first_call(self.model, compiled, SEAMS, lambda _: None, lambda _: None)
+        self.ids = torch.arange(5)
+        self.model.forward(self.ids)
+
+    def forwards(self) -> int:
+        """How many forwards of instances there are."""
+        return sum("forward" in vars(module) for module in self.model.modules())
+
+    def calls(self, model: nn.Module, of: Callable[[CodeType], bool] = lambda _: True) -> int:
+        """Of functions, Python's and C's, that are or are called by such code in a step."""
+        found = 0
+
+        def count(frame: FrameType, event: str, _: Any) -> None:
+            nonlocal found
+            found += event in ("call", "c_call") and of(frame.f_code)
+
+        sys.setprofile(count)
+        try:
+            model.forward(self.ids)
+        finally:
+            sys.setprofile(None)
+        return found
+
+
+@pytest.fixture
+def steps(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD}_group_quant,{NORM}_group_quant")
+    cls = type(llama("group"))
+    monkeypatch.setattr(cls, "forward", lambda self, ids: self.model(ids))
+    monkeypatch.setattr(cls.__init__.__globals__["LlamaModel"], "forward", inside)
+    with torch.inference_mode():
+        yield Steps()
+
+
+def test_what_is_looked_at_costs_a_step_little(steps: Steps) -> None:
+    """Of the calls that are layerfuse's own beside its ops, no number grows with what is held to the source."""
+    steps.model.forward(steps.ids)
+    folder = str(Path(standing.__file__).parent)
+    ours = steps.calls(steps.model, lambda code: code.co_filename.startswith(folder))
+    places = steps.forwards()
+    assert places == 4
+    assert len(native(steps.own.model.norm).held) > 40
+    assert ours < 45 * places
+
+
+def test_once_sglang_has_captured_graphs_what_it_launches_itself_is_its_own(
+    steps: Steps,
+    log: pytest.LogCaptureFixture,  # noqa: F811
+) -> None:
+    assert steps.forwards() == 4
+    with mock.patch.object(capture_mode, "is_capture_mode", True):
+        steps.model.forward(steps.ids)
+    assert steps.forwards() == 4
+    found = steps.model.forward(steps.ids)
+    assert steps.forwards() == 0
+    assert torch.equal(found, steps.own.forward(steps.ids))
+    assert steps.calls(steps.model) - steps.calls(steps.own) < 30  # in the whole step
+    assert said(log).count(AWAY % "SGLang") == 1
+    with mock.patch.object(capture_mode, "is_capture_mode", True):
+        kernels_of = steps.model.model.layers[0].mlp.gate_up_proj.quant_method
+        steps.model.forward(steps.ids)
+        assert (steps.forwards(), "apply" in vars(kernels_of)) == (4, True)
+
+
+def test_what_is_put_there_while_steps_are_sglangs_stays(steps: Steps, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    with mock.patch.object(capture_mode, "is_capture_mode", True):
+        steps.model.forward(steps.ids)
+    steps.model.forward(steps.ids)
+    norm = steps.model.model.layers[0].post_attention_layernorm
+
+    def theirs(x: Tensor, residual: Tensor) -> Any:
+        return type(norm).forward(norm, x * 2, residual)
+
+    norm.forward = theirs
+    with mock.patch.object(capture_mode, "is_capture_mode", True):
+        steps.model.forward(steps.ids)
+    assert (steps.forwards(), norm.forward) == (4, theirs)
+    assert any(line.startswith("layerfuse: another forward was put where the fused op stands") for line in said(log))
 
 
 def mlps(self: Any, ids: Tensor, *_: Any) -> Tensor:
