@@ -118,7 +118,12 @@ def _line_of(node: Node) -> str:
 
 
 def _is_sum(x: Node | None) -> bool:
-    """Whether something is a sum of two tensors, or some rows of one, of another shape or dtype: no fusion may take it, and it is the stream."""
+    """Whether something is a sum of two tensors, or some rows of one, of another shape or dtype: no fusion may take it, and it is the stream.
+
+    Inductor puts the sum of a product and what is no bias into the product.
+    """
     while x is not None and x.target in _STILL:
         x = x.args[0]
-    return x is not None and x.target is aten.add.Tensor and len(x.all_input_nodes) == 2
+    if x is None or x.target is not aten.addmm.default:
+        return x is not None and x.target is aten.add.Tensor and len(x.all_input_nodes) == 2
+    return isinstance(x.args[0], Node) and value(x.args[0]).dim() == 2
