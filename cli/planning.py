@@ -12,12 +12,13 @@ import attrs
 
 from ..adapters.activation_quant import ActivationQuantError
 from ..adapters.errors import LayerfuseError, SpecError, cut, did_you_mean, shown
+from ..adapters.specs import ResidualSpec
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.config import ENVIRONMENT, NEEDS_LEVEL, FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
 from ..fusion.engine import SPELT
 from ..fusion.planning import ANY
-from ..fusion.sites import ROLES, UNREAD, sites_in_words, stack_of
+from ..fusion.sites import EXPERTS, ROLES, UNREAD, sites_in_words, stack_of
 from ..fusion.steps.linear import HELD
 from .console import at_commas, prose_width, require_writable, show, write_text
 from .kinds import kinds_of, mixtures_of, ranges, rows_of, spec_dict
@@ -130,6 +131,7 @@ def plan_data(
     engine_version: str | None = None,
     enforce_eager: bool = False,
     published: bool = False,
+    experts: bool = False,
 ) -> dict[str, Any]:
     """The whole answer as plain data; the keys of `layerfuse plan --help` do not change, others are for people (`_SHOWN`).
 
@@ -145,6 +147,8 @@ def plan_data(
 
         inside = inside_as_installed(device, engine_version)
     specs = sharded(entry if inside is None else _quantising(entry, inside), tp, rank, engine, published)
+    if experts:
+        specs = [(path, _with_experts(spec, entry)) for path, spec in specs]
     if release is not None:
         from ..fusion.metadata import releases_named
 
@@ -213,8 +217,21 @@ def plan_data(
             *_held(decided),
             *notes,
         ],
-        "published": [str(kind) for kind in entry.quant.values()] if published else [],
+        "published": [
+            str(kind if published else attrs.evolve(kind, linears=["experts"]))
+            for kind in entry.quant.values()
+            if published or (experts and "experts" in kind.linears)
+        ],
     }
+
+
+def _with_experts(spec: Any, entry: ModelEntry) -> Any:
+    """A layer's spec with what the checkpoint says of its routed experts."""
+    if not isinstance(spec, ResidualSpec) or spec.experts is None:
+        return spec
+    from ..registry.published import Published
+
+    return attrs.evolve(spec, experts=Published(entry.quant).routed(spec.experts))
 
 
 def _sites(decided: Plan, paths: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
@@ -463,8 +480,18 @@ def as_published(entry: ModelEntry, quant: Sequence[str]) -> bool:
     return bool(entry.quant) and all("=" in words for words in quant)
 
 
-def config_for(quant: Sequence[str]) -> FusionConfig:
+def experts_as_published(entry: ModelEntry, quant: Sequence[str]) -> bool:
+    """Whether all roles are said to be something else, and routed experts alone are what the checkpoint says of them: `none` is of them too."""
+    said = any("experts" in kind.linears for kind in entry.quant.values())
+    return said and not as_published(entry, quant) and NO_QUANT not in quant
+
+
+def config_for(quant: Sequence[str], experts: bool = False) -> FusionConfig:
     """What the environment wants, and the quantisation that was asked about, which level 1 would refuse.
+
+    Args:
+        quant: of the command line.
+        experts: whether what is said of all roles is not of routed experts, as `experts_as_published` says.
 
     Raises:
         ActivationQuantError: no such quantisation.
@@ -484,6 +511,8 @@ def config_for(quant: Sequence[str]) -> FusionConfig:
         declared = {role: None for role in ROLES if role not in UNREAD}
     elif everywhere:
         declared = dict(FusionConfig(quant=_quant_of(everywhere[0], everywhere[0])).quant)
+    if experts:
+        declared.pop(EXPERTS, None)
     for words in quant:
         role, equals, how = words.partition("=")
         if equals:
@@ -544,14 +573,16 @@ def answer_plan(
     require_writable(svg)
     entry, read = found_model(model, files)
     target, unsaid = (target, None) if target else target_for(engine)
+    experts = experts_as_published(entry, quant)
     data = plan_data(
         entry,
         tp=tp,
         rank=rank,
         target=target,
         engine=engine,
-        config=config_for(quant),
+        config=config_for(quant, experts),
         published=as_published(entry, quant),
+        experts=experts,
         release=asked.get("release"),
         engine_version=engine_version,
         enforce_eager=enforce_eager,

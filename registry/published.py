@@ -121,16 +121,17 @@ class Published:
             how = f"their weights are {kind.weight}, and they take what they read as it is,"
         return attrs.evolve(part, unquantised=f"{how} in the published checkpoint")
 
-    def _mixture(self, mixture: ExpertsSpec) -> ExpertsSpec:
-        """A declared mixture with what its experts' weights are."""
+    def routed(self, mixture: ExpertsSpec) -> ExpertsSpec:
+        """A declared mixture with what its routed experts' weights are."""
         kind = self._said.get("experts")
+        if kind is None:
+            return mixture
+        activation = kind.quant or ELSEWHERE.get(kind.activation)
+        return attrs.evolve(mixture, weight=kind.weight_spec, activation=activation)
+
+    def _mixture(self, mixture: ExpertsSpec) -> ExpertsSpec:
         shared = None if mixture.shared is None else self._reads(mixture.shared, "shared_experts")
-        held: dict[str, Any] = (
-            {}
-            if kind is None
-            else {"weight": kind.weight_spec, "activation": kind.quant or ELSEWHERE.get(kind.activation)}
-        )
-        return attrs.evolve(mixture, shared=shared, **held)
+        return attrs.evolve(self.routed(mixture), shared=shared)
 
     def of(self, spec: LayerSpec, *, shared: bool) -> LayerSpec:
         """The same layer as the checkpoint has it; `shared`: an MLP is the shared experts of a mixture."""

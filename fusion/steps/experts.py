@@ -40,6 +40,8 @@ class Experts(Linear):
     def why_not(self, at: At) -> Legality | None:
         experts = at.site.experts
         assert experts is not None, "a site of this role has a mixture"
+        if at.declared and at.quant is None:
+            return Legality("not_applicable", f"its experts take what they read as it is; {self.reads}")
         if experts.weight is None:
             return Legality("not_applicable", f"{EXPERTS_HELD}; {self.reads}")
         # What quantises inside of their kernels is what the op does as well.

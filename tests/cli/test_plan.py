@@ -274,7 +274,8 @@ def test_a_backend_that_does_not_exist_has_no_plan(run, run_python, monkeypatch,
         assert run("plan", *asked).code == 0
 
 
-ALL_BUT_FINAL = [role for role in ROLES if role not in ("final", "qk", "decode")]
+ALL_BUT_FINAL = [role for role in ROLES if role not in ("final", "qk", "decode", "experts")]
+"""Of a model whose experts are as published."""
 """What one quantisation for all is for: a language-model head is rarely quantised."""
 QUANTISED = """\
   softmax scale                           0.1446796
@@ -432,7 +433,7 @@ def test_none_is_said_of_all_roles_beside_others_of_some(run):
     published, quant = said("none", "latents=group128")
     assert published == []
     assert {role: found["group_size"] for role, found in quant.items() if found} == {"latents": 128}
-    assert said("none", "none") == said("none") == ([], dict.fromkeys([*ALL_BUT_FINAL, "final"]))
+    assert said("none", "none") == said("none") == ([], dict.fromkeys([*ALL_BUT_FINAL, "final", "experts"]))
 
 
 @pytest.mark.parametrize("there", [True, False])

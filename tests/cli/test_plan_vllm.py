@@ -353,6 +353,40 @@ def test_a_model_is_planned_as_it_was_published(run):
     assert one["latents", f"{DUAL}_group_quant"][0] == "not_applicable"
 
 
+def test_routed_experts_stay_as_published_where_quant_does_not_name_them(run):
+    """`--quant HOW` is of what reads norms and products; the experts' weights are known all the same."""
+    asked = ["deepseek-v3", "--target", "sm90", "--tp", "8", "--engine", "vllm"]
+
+    def experts(*quant):
+        found = run("plan", *asked, *quant, "--json")
+        data = json.loads(found.out)
+        (said,) = {
+            (each["decision"], each["reason"])
+            for kind in data["kinds"]
+            for each in kind["sites"].get("experts", ())
+            if each["fusion"] == "few_token_experts_group_quant" and not str(each["tokens"]).startswith("from ")
+        }
+        return data["published"], *said
+
+    (published,), decision, reason = experts("--quant", "group128")
+    assert published == "experts in float8_e4m3fn, blocks of 128 x 128; activations group128"
+    assert decision == "expected"
+    one = experts("--quant", "group128", "--quant", "latents=none")
+    assert one == ([published], decision, reason)
+    # Of a quantisation that is not theirs they take nothing either: they are off as the linears beside them are.
+    assert experts("--quant", "per_token")[:2] == ([published], "refused")
+    takes = "its experts take what they read as it is; block_scaled_experts reads float8_e4m3fn, one scale per block of 128 x 128"
+    assert experts("--quant", "none") == ([], "not_applicable", takes)
+    for named in (["--quant", "experts=none"], ["--quant", "group128", "--quant", "experts=none"]):
+        assert experts(*named)[1:] == ("not_applicable", takes)
+    line = next(line for line in run("plan", *asked, "--quant", "group128").out.splitlines() if "published" in line)
+    assert line == f"as published (see --quant): {published}"
+    asked[0] = "kimi-k2.5"
+    (published,), decision, reason = experts("--quant", "group128")
+    assert published.startswith("experts in int4") and decision == "not_applicable"
+    assert reason.startswith("an expert's weight is int4, one scale per group of 1 x 32; ")
+
+
 HIDDEN = "shared experts are done before routed ones of more than 768 columns"
 LARGE = "from 70,000,000 numbers on the engine's own product is as fast"
 INSTALLED, ELSEWHERE = "FlashInfer is taken to be installed", "--quant group128,inside plans that"
