@@ -37,7 +37,9 @@ _ARMS = {
 
 
 def _with(fusion: str) -> dict[str, Arm]:
-    return {**_ARMS, "fused": Arm((*FUSED, fusion), "sglang"), "all": Arm((*ALL, fusion), "sglang")}
+    several = (*FUSED, fusion)
+    graphed = {"fused_prompt_graphs": Arm(several, "prompt_graphs")}
+    return {**_ARMS, "fused": Arm(several, "sglang"), "all": Arm((*ALL, fusion), "sglang"), **graphed}
 
 
 _DUAL = "mla_dual_rms_norm_group_quant"
@@ -51,6 +53,8 @@ _WAYS = {
     # What vLLM takes where it is installed, and SGLang where it is asked.
     "flashinfer": Way(engine={"fp8_gemm_runner_backend": "flashinfer_deepgemm"}),
     "breakable": Way(engine={"cuda_graph_backend_decode": "breakable"}),
+    # As SGLang is installed: steps of prompts in CUDA graphs, which take long to capture. The other ways have none.
+    "prompt_graphs": Way(engine={"disable_prefill_cuda_graph": False}),
 }
 _CACHE = 340_000
 """Tokens of the cache: 256 sequences, and those that they draw."""
