@@ -86,7 +86,11 @@ class Format:
     def why_not(self, target: Target, width: int) -> str | None:
         """Why rows of this width cannot be quantised to it there, or None."""
         wrong = self.block and width % self.block
-        why = f"the quantised tensor is {width} wide, which is no multiple of {self.block}" if wrong else None
+        why = (
+            f"the quantised tensor is {width} wide, which is no multiple of the {self.block} columns that share a scale, and kernels take whole groups alone"
+            if wrong
+            else None
+        )
         return self.absent(target) or why
 
 

@@ -135,7 +135,7 @@ WRITES = (
 HOOKS = (*LAYER, *(hook for hooks in BACKENDS.values() for hook in hooks), *WRITES)
 
 WHY = {
-    "sparse": "its attention is sparse",
+    "sparse": "its attention is sparse: an indexer reads the query latent in between",
     "class": f"SGLang's code of this model is not known to hold a {CLASS[1]}",
     "layer": "{kind} is not SGLang's {known}",
     "trtllm": "{backend} writes the cache and joins the query in a launch of its own",

@@ -173,7 +173,7 @@ SEAM = Seam(
 WHY = {
     **OF_SPECS,
     "no table": "its rope has no table of cos and sin",
-    "sparse": "its attention is sparse",
+    "sparse": "its attention is sparse: an indexer reads the query latent in between",
     "gate": "it has an output gate",
     "attention": "{kind} is not vLLM's {known}",
     "write": "{backend} has a cache write of its own",

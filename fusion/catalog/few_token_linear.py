@@ -27,7 +27,7 @@ from ..target import Target
 TIMED = "sm90"
 """Where the kernels for quantised weights were timed beside an engine's."""
 
-ELSEWHERE = f"its kernel was timed on {TIMED} alone"
+ELSEWHERE = f"its kernel was timed on {TIMED} alone, so that it may be slower than the engine's elsewhere"
 
 PLAIN, BLOCKS, ROWS = "few_token_linear", "few_token_linear_group_quant", "few_token_linear_row_quant"
 """The fusions of linears by the weights that they read."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WHY = {
     "no latent": "q_lora_rank is None: there is no query latent",
-    "not roped": "none of its columns is roped",
+    "not roped": "none of its columns is roped, and the ops turn some in every launch",
     "rope unknown": "nothing says how its columns are roped",
 }
 """What an MLA layer has -> why its decode step cannot be taken, as a sentence."""

@@ -75,7 +75,7 @@ class Linear(Whole):
     def _why_no_quant(self, linear: LinearSpec, at: At) -> str | None:
         quant = at.quant
         if quant is None:
-            said = "it takes what it reads as it is" if self.schemes else None
+            said = f"it takes what it reads as it is, and {self.op.name} quantises that" if self.schemes else None
             return linear.activation if isinstance(linear.activation, str) else said
         return self.other_quant(quant)
 
@@ -93,7 +93,7 @@ class Linear(Whole):
     def other_quant(self, quant: ActivationQuant) -> str | None:
         """The same of how what is read is quantised, as a sentence."""
         fits = quant.scheme in self.schemes and quant.group_size == self.group_size
-        return None if fits else f"it quantises with {quant}"
+        return None if fits else f"it quantises with {quant}, which {self.op.name} does not"
 
     def described(self, at: At) -> str:
         return (

@@ -108,9 +108,14 @@ class Quant(Step):
             why = f"agree on no quantisation that a fusion knows{counted}: {site.unquantised}"
             return Legality("not_applicable", f"{readers} {why}")
         if quant is None:
-            return Legality("not_applicable", f"{readers} are not known to quantise their activations")
+            return Legality(
+                "not_applicable",
+                f"{readers} are not known to quantise their activations, so that they may not take what this fusion gives",
+            )
         if quant.scheme != self.format.scheme:
-            return Legality("not_applicable", f"{readers} quantise with {quant}")
+            return Legality(
+                "not_applicable", f"{readers} quantise with {quant}, which is another format than this fusion's"
+            )
         problem = self.format.why_not(at.target, site.quantised_width) or _why_no_groups(site, quant)
         return None if problem is None else Legality("refused", problem)
 
@@ -131,7 +136,7 @@ def _why_no_groups(site: Site, quant: ActivationQuant) -> str | None:
     if group is None:
         return None
     if width % group:
-        return f"the quantised tensor is {width} wide, which is no multiple of the {group} columns that share a scale"
+        return f"the quantised tensor is {width} wide, which is no multiple of the {group} columns that share a scale, and kernels take whole groups alone"
     if site.norms and isinstance(site.norms[0], GatedNormSpec) and site.norms[0].width % group:
-        return f"groups of {group} columns straddle heads of {site.norms[0].width}"
+        return f"groups of {group} columns straddle heads of {site.norms[0].width}, and the fused op norms and quantises head by head"
     return None

@@ -165,7 +165,10 @@ def test_what_vllms_mla_layers_take_at_module_level_is_decided_as_every_fusion_i
         assert kind == "refused" and reason.startswith(why)
         monkeypatch.delenv(variable)
     assert "vLLM's code of this model is not known to hold" in decided("minicpm3-4b")[1]
-    assert decided("deepseek-v3.2") == ("refused", "its attention is sparse")
+    assert decided("deepseek-v3.2") == (
+        "refused",
+        "its attention is sparse: an indexer reads the query latent in between",
+    )
 
 
 def test_what_mla_decode_takes_no_fusion_of_graphs_does(run, monkeypatch):
@@ -421,10 +424,10 @@ def test_a_plan_says_that_linears_may_quantise_inside(run, arguments, says):
         (["--tp", "8"], {"expected": 61 * 3 + 61 * 2}),
         (["--quant", "group128"], {"expected": 61 * 2, LARGE: 61 + 3 * 2, HIDDEN: 58 * 2}),
         (["--tp", "8", "--quant", "group128"], {"expected": 61 * 3 + 3 * 2, "ops of its own (vllm::moe_forward_shared)": 58 * 2}),
-        (["--quant", "per_token"], {"it quantises with one scale per token": 305}),
-        (["--quant", "linear=per_token"], {"it quantises with one scale per token": 305}),
+        (["--quant", "per_token"], {"it quantises with one scale per token, which group_quant_linear does not": 305}),
+        (["--quant", "linear=per_token"], {"it quantises with one scale per token, which group_quant_linear does not": 305}),
         (["--enforce-eager"], {"at module level there is a place for it behind a chain": 61 * 2, LARGE: 61 + 3 * 2, HIDDEN: 58 * 2}),
-        (["--target", "sm100"], {"its kernel was timed on sm90 alone": 61 * 2 + 58 * 2, LARGE: 61 + 3 * 2}),
+        (["--target", "sm100"], {"its kernel was timed on sm90 alone, so that it may be slower than the engine's elsewhere": 61 * 2 + 58 * 2, LARGE: 61 + 3 * 2}),
     ],
 )  # fmt: skip
 def test_a_plan_lists_each_linear_and_says_why_it_is_left(run, asked, says):
@@ -684,7 +687,7 @@ def test_what_is_asked_for_by_name_and_has_no_site_is_said(run, monkeypatch):
     assert "mla_dual_rms_norm is asked for, and has no site in this model: none of its layers has such a chain." in out
     assert "add_rms_norm is asked for" not in out and "is asked for" not in said("deepseek-v3", "--tp", "8")
     monkeypatch.setenv("LAYERFUSE_FUSIONS", f"+{PLAIN}")
-    why = "it quantises with one scale per token"
+    why = f"it quantises with one scale per token, which {PLAIN} does not"
     assert f"{PLAIN} is asked for, and has no site in this model: {why}." in said(
         "llama-3.3-70b", "--quant", "per_token"
     )

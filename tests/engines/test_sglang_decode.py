@@ -441,7 +441,7 @@ def test_an_engine_that_leaves_no_place_for_it_is_told_so(
         ("deepseek-v3", None),
         ("kimi-k2", None),
         ("deepseek-v3.2", decode_facts.WHY["sparse"]),
-        ("kimi-k3", "none of its columns is roped"),
+        ("kimi-k3", "none of its columns is roped, and the ops turn some in every launch"),
         ("deepseek-v2-lite", "q_lora_rank is None: there is no query latent"),
     ],
 )

@@ -385,7 +385,10 @@ def test_other_experts_are_not_applicable_and_what_an_engine_keeps_is_refused() 
     assert len(plan(read, SM90, config, ENGINE).expected(ROUTED)) == 58, "as vLLM's are read"
     for changes, why in (
         ({"weight": weight_spec("float8_e4m3fn", "tensor", None)}, "an expert's weight is float8_e4m3fn, one scale"),
-        ({"activation": ActivationQuant()}, "it quantises with one scale per token"),
+        (
+            {"activation": ActivationQuant()},
+            "it quantises with one scale per token, which block_scaled_experts does not",
+        ),
     ):
         other = plan([(layer, with_experts(spec, **changes)) for layer, spec in found], SM90, config, ENGINE)
         reasons = {(each.kind, each.reason) for each in other.decisions if each.fusion == ROUTED}

@@ -360,7 +360,7 @@ def test_where_it_is_not() -> None:
     for name, width, reason in (
         ("sm90", 256, "sm90 has no NVFP4; NVIDIA's have it from sm100 on"),
         ("gfx950", 256, "gfx950 has no NVFP4"),
-        ("sm100", 264, "264 wide, which is no multiple of 16"),
+        ("sm100", 264, "264 wide, which is no multiple of the 16 columns that share a scale"),
     ):
         made = fusion.plan([stream_spec(width=width)], Target.named(name), config("nvfp4,swizzled"))
         (refused, *_) = made.refused("add_rms_norm_nvfp4_quant")

@@ -17,7 +17,7 @@ from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
 from layerfuse.adapters.errors import SpecError
 from layerfuse.adapters.specs import WHOLE, MLAKernelSpec, NormSpec, ResidualSpec
-from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError, Target, UnknownTargetError, plan
+from layerfuse.fusion import FUSIONS, Engine, FusionConfig, FusionConfigError, Target, UnknownTargetError, plan
 from layerfuse.fusion.chain import Fusion, Norm
 from layerfuse.fusion.config import ENVIRONMENT
 from layerfuse.fusion.legality import legality
@@ -325,3 +325,30 @@ print(plan_hash(plan(registry.model("kimi-linear-48b-a3b").specs(8), Target.name
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     said = run_python(code, PYTHONHASHSEED=seed)
     assert said.stdout.split() == [here], said.stderr
+
+
+REASONS = [
+    (name, quant)
+    for name in ("deepseek-v3", "qwen3-next-80b-a3b", "gemma-3-1b", "kimi-k3")
+    for quant in (None, "group128", "nvfp4")
+]
+FACTS_ALONE = (
+    "mla_decode takes what stands there",
+    "the first layer's input norm has no residual to add",
+    "with more than 768 columns between an expert's products the engine's own kernels are faster",
+)
+"""Reasons that are whole without a second half."""
+
+
+@pytest.mark.parametrize(("name", "quant"), REASONS)
+def test_a_reason_says_more_than_a_fact(name: str, quant: str | None) -> None:
+    """Each has a second half, which says what follows from the first, unless it is one of a few."""
+    config = FusionConfig.parse("all")
+    if quant is not None:
+        config = attrs.evolve(config, quant=ActivationQuant.parse(quant))
+    specs = registry.model(name).specs(published=quant is None)
+    for target in ("sm90", "gfx950", "cpu"):
+        for engine in (None, Engine(name="vllm", linears={}, decodes=True)):
+            made = plan(specs, Target.named(target), config, engine)
+            said = {each.reason for each in (*made.refused(), *made.not_applicable())}
+            assert said and not [each for each in said if each not in FACTS_ALONE and not re.search("[,;:] ", each)]

@@ -42,7 +42,7 @@ def decided(config: FusionConfig, spec: Any = None, target: Target = GFX950) -> 
 def test_nobody_quantises_unless_somebody_says_so() -> None:
     undeclared = (
         "not_applicable",
-        "the linears that read the latents site are not known to quantise their activations",
+        "the linears that read the latents site are not known to quantise their activations, so that they may not take what this fusion gives",
     )
     for given in (FusionConfig(), FusionConfig(level=2), FusionConfig.parse("all")):
         found = decided(given)
@@ -59,7 +59,9 @@ def test_linears_that_do_not_agree_are_a_reason_of_their_own() -> None:
     odd = attrs.evolve(spec, q_norm=attrs.evolve(spec.q_norm, unquantised=differ))
     made = plan([("a", spec), ("b", odd)], GFX950, FusionConfig(level=2))
     reasons = {d.site: d.reason for d in made.decisions if d.fusion == PER_TOKEN}
-    assert reasons["a:latents"].endswith("are not known to quantise their activations")
+    assert reasons["a:latents"].endswith(
+        "are not known to quantise their activations, so that they may not take what this fusion gives"
+    )
     assert reasons["b:latents"] == (
         f"the linears that read the latents site agree on no quantisation that a fusion knows: {differ}"
     )
@@ -78,7 +80,8 @@ def test_linears_that_do_not_agree_are_a_reason_of_their_own() -> None:
 def test_what_is_declared_is_expected_and_the_others_name_it(quant: str, taken: str, other: str, what: str) -> None:
     found = decided(config(quant))
     assert found[taken] == ("expected", f"{NORMS} gfx950, the first in e4m3fn with {what}")
-    assert found[other] == ("not_applicable", f"the linears that read the latents site quantise with {what}")
+    why = f"the linears that read the latents site quantise with {what}, which is another format than this fusion's"
+    assert found[other] == ("not_applicable", why)
     assert found[PLAIN] == ("fallback", f"{taken} takes the same nodes; this is taken where it is missed")
 
 
@@ -144,7 +147,7 @@ def test_a_latent_that_is_no_multiple_of_the_group() -> None:
     found = decided(config("group128"), mla_spec(q_lora_rank=1600))
     assert found[GROUP] == (
         "refused",
-        "the quantised tensor is 1600 wide, which is no multiple of the 128 columns that share a scale",
+        "the quantised tensor is 1600 wide, which is no multiple of the 128 columns that share a scale, and kernels take whole groups alone",
     )
     assert found[PLAIN][0] == "expected"
 
