@@ -239,7 +239,7 @@ def plugins() -> list[Finding]:
         classes, models = len(registry.layer_classes()) - before[0], len(registry.models()) - before[1]
         detail = f"{plugin.value} adds {models} models and {classes} layer classes"
         findings.append(Finding(name=name, state="found", detail=detail))
-    return [*findings, *_fusion_plugins(), *_backend_plugins(), *_unreadable()]
+    return [*findings, *_chain_plugins(), *_backend_plugins(), *_unreadable()]
 
 
 def _unreadable() -> list[Finding]:
@@ -249,10 +249,9 @@ def _unreadable() -> list[Finding]:
     return [Finding(name=f"entry points of {name}", state="broken", detail=why) for name, why in unreadable()]
 
 
-def _fusion_plugins() -> list[Finding]:
-    """Packages that add fusions. One that cannot be used is refused alone."""
-    from .fusion import FUSIONS
-    from .fusion.catalog import GROUP
+def _chain_plugins() -> list[Finding]:
+    """Packages that add fusions or formats. One that cannot be used is refused alone."""
+    from .fusion import FUSIONS, catalog, formats
     from .registry.entry_points import of_group
 
     with catch_warnings():
@@ -261,16 +260,16 @@ def _fusion_plugins() -> list[Finding]:
             Exception
         ):  # without a torch that works; with it, a fusion whose ops torch does not take is refused
             from .fusion import ops as _ops  # noqa: F401
-        refused = {(error.plugin, error.package): error for error in FUSIONS.refused}
+        refused = {(error.plugin, error.package): str(error) for error in FUSIONS.refused}
+        refused |= formats.FORMATS.refused
+    brought = {name: fusion for name, fusion in FUSIONS.items() if fusion.entry_point}
     findings = []
-    for point, package in of_group(GROUP):
-        name = f"fusions of {package} ({cut(point.name)})"
-        error = refused.pop((point.name, package), None)
-        if error is not None:
-            findings.append(Finding(name=name, state="broken", detail=str(error)))
-            continue
-        known = ", ".join(fusion.name for fusion in FUSIONS.values() if fusion.owner == package)
-        findings.append(Finding(name=name, state="found", detail=f"known: {known}"))
+    for group, of in ((catalog.GROUP, brought), (formats.GROUP, formats.FORMATS)):
+        for point, package in of_group(group):
+            name = f"{group.rpartition('.')[2]} of {package} ({cut(point.name)})"
+            why = refused.pop((point.name, package), None)
+            known = ", ".join(each for each, declared in of.items() if declared.owner == package)
+            findings.append(Finding(name=name, state="broken" if why else "found", detail=why or f"known: {known}"))
     return findings
 
 
@@ -278,7 +277,7 @@ def _backend_plugins() -> list[Finding]:
     """Packages that add backends, with the ops of others that they have kernels for."""
     from .fusion import FUSIONS
     from .fusion.backends.backend import GROUP, BackendError, installed
-    from .fusion.catalog import CANONICAL
+    from .fusion.catalog import canonical
     from .fusion.latent_ops import MLA
     from .fusion.linear_ops import LINEARS
     from .registry.entry_points import of_group
@@ -286,7 +285,7 @@ def _backend_plugins() -> list[Finding]:
     ops = (
         {form.op.name for fusion in FUSIONS.values() for form in fusion.forms}
         | {op.name for op in (*MLA, *LINEARS)}
-        | {*CANONICAL}
+        | {*canonical()}
     )
     findings = []
     for point, package in of_group(GROUP):

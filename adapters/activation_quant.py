@@ -43,21 +43,21 @@ def _aligned(instance: ActivationQuant, _attribute: object, value: object) -> No
 
 
 def _fixed(instance: ActivationQuant, _attribute: object, value: str | None) -> None:
-    if value is not None and (type(value) is not str or value not in FIXED):
+    if value is not None and (type(value) is not str or not re.fullmatch(_WORD, value)):
         raise ActivationQuantError(
-            f"ActivationQuant.fixed: expected None or one of {', '.join(FIXED)}, got {shown(value)}"
+            f"ActivationQuant.fixed: expected None or a format's name, as static or mxfp8, got {shown(value)}"
         )
     if value is not None and (instance.group_size is not None or instance.use_ue8m0):
         raise ActivationQuantError(f"ActivationQuant.fixed: {value} has no group size and no ue8m0 to choose")
 
 
 def _tiles(instance: ActivationQuant, _attribute: object, value: object) -> None:
-    if value and instance.fixed != "nvfp4":
-        raise ActivationQuantError("ActivationQuant.swizzled: scales in tiles are NVFP4's; say fixed='nvfp4' too")
+    if value and instance.fixed in (None, "static"):
+        raise ActivationQuantError("ActivationQuant.swizzled: scales in tiles are those of a format, as fixed='nvfp4'")
 
 
-FIXED = ("static", "mxfp8", "mxfp4", "nvfp4")
-"""Schemes that leave nothing to choose, but for the layout of NVFP4's scales."""
+_WORD = r"(?!per_|group)[a-z][a-z0-9_]*"
+"""The name of a format that leaves nothing to choose, but for the layout of its scales. `fusion.formats` knows them, and a fusion is there for those."""
 
 OPTIONS = ("column_major", "tma_aligned", "ue8m0", "swizzled", "inside")
 """What may stand behind a scheme, as `ActivationQuant.parse` reads it."""
@@ -69,6 +69,8 @@ class ActivationQuant:
 
     Raises:
         ActivationQuantError: a group size that is not in `GROUP_SIZES`, or column-major scales without groups.
+
+    Whether there is a format of this name is for `FusionConfig` to say: a checkpoint may have one that no fusion writes.
     """
 
     group_size: int | None = field(default=None, validator=_group_size)
@@ -82,18 +84,18 @@ class ActivationQuant:
     inside: bool = field(default=False, validator=_flag)
     "The op that multiplies quantises too, and takes what it reads as it is: a fusion finds the quantisation where an engine takes it out."
     fixed: str | None = field(default=None, validator=_fixed)
-    "static: one scale for the whole tensor, from calibration. mxfp8, mxfp4: OCP's MX formats. nvfp4: NVIDIA's. None: dynamic fp8."
+    "static: fp8 with one scale for the whole tensor, from calibration. Another format's name, as mxfp8 or nvfp4. None: dynamic fp8."
     swizzled: bool = field(default=False, validator=[_flag, _tiles])
     "NVFP4's scales in tiles of 128 rows and 4 scales, as NVIDIA's products take them; else row by row."
 
     @property
     def scheme(self) -> str:
-        """`static`, `per_token`, `group`, `mxfp8`, `mxfp4` or `nvfp4`, as the fused ops are named."""
+        """`per_token`, `group` or what is `fixed`, as the fused ops are named."""
         return self.fixed or ("per_token" if self.group_size is None else "group")
 
     @classmethod
     def parse(cls, text: str) -> ActivationQuant:
-        """From words with commas: `static`, `per_token`, `group128`, `mxfp8`, `mxfp4` or `nvfp4`, and then options.
+        """From words with commas: `per_token`, `group128`, or a format's name, as `static` or `mxfp8`, and then options.
 
         The options are `column_major`, `tma_aligned` (which implies column_major), `ue8m0`, `swizzled` and `inside`.
 
@@ -105,9 +107,10 @@ class ActivationQuant:
         scheme, *options = (word.strip() for word in text.split(","))
         match = re.fullmatch(r"group(\d+)", scheme)
         unknown = [word for word in options if word not in OPTIONS]
-        if (scheme not in ("per_token", *FIXED) and match is None) or unknown:
+        fixed = scheme if re.fullmatch(_WORD, scheme) else None
+        if (scheme != "per_token" and match is None and fixed is None) or unknown:
             raise ActivationQuantError(
-                f"expected static, per_token, group{'|'.join(map(str, GROUP_SIZES))}, {', '.join(FIXED[1:-1])} or {FIXED[-1]}, then "
+                f"expected per_token, group{'|'.join(map(str, GROUP_SIZES))} or a format's name, as static or mxfp8, then "
                 f"{', '.join(OPTIONS[:-1])} or {OPTIONS[-1]}, separated by commas, got {shown(text)}"
             )
         return cls(
@@ -117,7 +120,7 @@ class ActivationQuant:
             tma_aligned="tma_aligned" in options,
             swizzled="swizzled" in options,
             inside="inside" in options,
-            fixed=scheme if scheme in FIXED else None,
+            fixed=fixed,
         )
 
     def __str__(self) -> str:

@@ -125,7 +125,7 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     multiple=True,
     help="By default the linears are as published, where the model's entry says it. Else none of them is quantised (none), or all quantise "
     "their activations to fp8: static, per_token, group32, group64, group128, "
-    "mxfp8, mxfp4 or nvfp4, then perhaps ,column_major, ,tma_aligned, ,ue8m0, ,swizzled (NVFP4's scales in tiles, as vLLM's linears have them) or ,inside (of the product's op, as vLLM's linears of FlashInfer do); for every role but final, or for one (latents, "
+    "or another format by its name, as mxfp8, then perhaps ,column_major, ,tma_aligned, ,ue8m0, ,swizzled (scales in tiles, as vLLM's linears have NVFP4's) or ,inside (of the product's op, as vLLM's linears of FlashInfer do); for every role but final, or for one (latents, "
     "input, post_attention, final, output, activation). Routed experts stay as published, unless none is quantised or experts=HOW says it. Fusions that take this in change numerics, so this plans at "
     "level 2. Repeatable.",
 )

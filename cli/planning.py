@@ -17,6 +17,7 @@ from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.config import ENVIRONMENT, NEEDS_LEVEL, FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
 from ..fusion.engine import SPELT
+from ..fusion.formats import why_unknown
 from ..fusion.planning import ANY
 from ..fusion.sites import EXPERTS, ROLES, UNREAD, sites_in_words, stack_of
 from ..fusion.steps.linear import HELD
@@ -534,13 +535,15 @@ def _quant_of(how: str, words: str) -> ActivationQuant:
             f"--quant {place or repr(words)}: expected how, as --quant {place}group128, or --quant {place}{NO_QUANT}"
         )
     try:
-        return ActivationQuant.parse(how)
+        quant = ActivationQuant.parse(how)
+        problem = why_unknown(quant)
     except ActivationQuantError as error:
-        meant = _MEANT.get(how.strip().lower())
-        hint = f"; {meant}" if meant else ""
-        raise ActivationQuantError(
-            f"--quant {cut(words)}: {error}; {NO_QUANT} is of linears that quantise nothing{hint}"
-        ) from None
+        problem = str(error)
+    if problem is None:
+        return quant
+    meant = _MEANT.get(how.strip().lower())
+    hint = f"; {meant}" if meant else ""
+    raise ActivationQuantError(f"--quant {cut(words)}: {problem}; {NO_QUANT} is of linears that quantise nothing{hint}")
 
 
 _MEANT = {

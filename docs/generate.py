@@ -17,13 +17,14 @@ from layerfuse.adapters import specs
 from layerfuse.bench import against
 from layerfuse.bench.result import Result
 from layerfuse.engines.defaults import beside, on_by_default
-from layerfuse.fusion import FUSIONS
+from layerfuse.fusion import FUSIONS, ActivationQuant
 from layerfuse.fusion.backends.aiter import BINDINGS, ReleaseRange, calls
 from layerfuse.fusion.backends.aiter.matching import Function
 from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS
 from layerfuse.fusion.backends.aiter.table import BY_NAME
 from layerfuse.fusion.catalog.few_token_linear import TIMED
 from layerfuse.fusion.engine import SPELT
+from layerfuse.fusion.formats import FORMATS
 from layerfuse.fusion.policy import shipped
 from layerfuse.registry.schema import docs_of
 
@@ -166,6 +167,17 @@ def fusion_table() -> Iterator[str]:
             yield f"| `{name}` | {fusion.level} | {roles} | {doc} | {forms or '-'} |"
 
 
+def format_table() -> Iterator[str]:
+    """Every format that activations are quantised to, and how it is asked for."""
+    yield "| ending | `ActivationQuant` | `--quant` | what becomes of a tensor | values, and scales |\n|---|---|---|---|---|"
+    for form in FORMATS.values():
+        word = f"{form.scheme}128" if "group_size" in form.options else form.scheme
+        said = attrs.asdict(ActivationQuant.parse(word), filter=lambda _, value: value not in (None, False))
+        how = ", ".join(f"`{name}={json.dumps(value)}`" for name, value in said.items()) or "the default"
+        results = "; ".join(each.doc.rstrip(".") for each in form.results)
+        yield f"| `_{form.scheme}_quant` | {how} | `{word}` | {form.says} | {results} |"
+
+
 def defaults_table(engine: str) -> Iterator[str]:
     """What is on in an engine by default and what is not, with the measurements: what several fusions were measured with together stands once."""
     yield f"| fusion | on by default in {SPELT[engine]} | measured |\n|---|---|---|"
@@ -221,24 +233,26 @@ def all_reduce_table() -> Iterator[str]:
     yield f"\nAs fast as ours or faster, without add and norm or as FlashInfer's fused op: {'; '.join(faster)}."
 
 
-PAGES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
-    "specs.md": ("specs", spec_tables),
-    "engines.md": ("classes", class_table),
-    "aiter.md": ("aiter", aiter_tables),
-    "fusions.md": ("fusions", fusion_table),
-    "vllm-measured.md": ("defaults", partial(defaults_table, "vllm")),
-    "sglang.md": ("defaults", partial(defaults_table, "sglang")),
-    "all-reduce.md": ("times", all_reduce_table),
+PAGES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
+    "specs.md": {"specs": spec_tables},
+    "engines.md": {"classes": class_table},
+    "aiter.md": {"aiter": aiter_tables},
+    "fusions.md": {"fusions": fusion_table, "formats": format_table},
+    "vllm-measured.md": {"defaults": partial(defaults_table, "vllm")},
+    "sglang.md": {"defaults": partial(defaults_table, "sglang")},
+    "all-reduce.md": {"times": all_reduce_table},
 }
 
 
 def rewritten(page: str) -> str:
-    """The page with its generated part as the code says it now."""
-    name, table = PAGES[page]
-    start, end = f"<!-- generated: {name} -->", "<!-- end -->"
-    before, _, rest = (HERE / page).read_text().partition(start)
-    _, _, after = rest.partition(end)
-    return before + start + "\n\n" + "\n".join(table()).rstrip() + "\n\n" + end + after
+    """The page with its generated parts as the code says them now."""
+    text = (HERE / page).read_text()
+    for name, table in PAGES[page].items():
+        start, end = f"<!-- generated: {name} -->", "<!-- end -->"
+        before, _, rest = text.partition(start)
+        _, _, after = rest.partition(end)
+        text = before + start + "\n\n" + "\n".join(table()).rstrip() + "\n\n" + end + after
+    return text
 
 
 def main() -> int:

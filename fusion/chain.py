@@ -358,6 +358,7 @@ def quantised(
             roles=roles,
             chain=(*steps, Quant(per=each.word, out=out)),
             limit=None if limit is None else limit(each.word),
+            owner=each.owner,
         )
 
 

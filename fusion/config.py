@@ -18,6 +18,7 @@ from ..adapters.errors import FOREIGN, ArgumentError, LayerfuseError, cut, did_y
 from .catalog import FUSIONS
 from .chain import Fusion
 from .engine import Engine
+from .formats import why_unknown
 from .policy import At, Measurement, Policy, shipped
 from .sites import FINAL, ROLES, UNREAD, Site
 
@@ -137,7 +138,7 @@ def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quan
         return ()
     if isinstance(value, ActivationQuant):
         # What reads the final norm, a language-model head, is quantised in hardly any checkpoint.
-        return tuple((role, value) for role in ROLES if role not in (FINAL, *UNREAD))
+        value = {role: value for role in ROLES if role not in (FINAL, *UNREAD)}
     if not _is_pairs(value):
         raise FusionConfigError(
             f"FusionConfig.quant: expected an ActivationQuant, or a mapping from roles to them, got {shown(value)}"
@@ -153,6 +154,8 @@ def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quan
             raise FusionConfigError(
                 f"FusionConfig.quant[{shown(role)}]: expected an ActivationQuant or None, got {shown(quant)}"
             )
+        if quant is not None and (problem := why_unknown(quant)) is not None:
+            raise FusionConfigError(f"FusionConfig.quant[{shown(role)}]: {problem}")
     return tuple(sorted(pairs.items()))
 
 

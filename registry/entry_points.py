@@ -76,6 +76,12 @@ def of_group(group: str) -> list[tuple[metadata.EntryPoint, str]]:
     return [(point, "an unnamed package" if point.dist is None else package_of(point.dist)) for point in points]
 
 
+def unusable(plugin: str, package: str, problem: str) -> str:
+    """What is said of an entry point that cannot be used."""
+    stop = "" if problem.endswith("?") else "."
+    return f"entry point {plugin!r} of {package}: {problem}{stop} Fix the package, or uninstall it."
+
+
 def unreadable() -> list[tuple[str, str]]:
     """The installed packages whose entry points cannot be read: each one's name, and why, as a sentence."""
     return [(name, error) for name, error in _by_package() if isinstance(error, str)]

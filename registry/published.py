@@ -28,12 +28,6 @@ LINEARS: tuple[Linears, ...] = ("attention", "mlps", "shared_experts", "experts"
 """The linears of a layer by what holds them: `mlps` are those of dense layers, `experts` the routed ones."""
 
 
-ELSEWHERE: Mapping[str, str] = {
-    "int8": "int8, with one scale per token",
-}
-"""Quantisations of activations that checkpoints have and no fusion does, in words."""
-
-
 @frozen(kw_only=True)
 class QuantKind:
     """Linears of a published checkpoint that are quantised in one way. Those that no such table names are not."""
@@ -45,8 +39,7 @@ class QuantKind:
     scheme: Literal["tensor", "channel", "block", "group", "mx"]
     "What shares a scale, as `WeightSpec.scheme`."
     activation: str
-    """What they do to what they read, as `plan --quant` takes it: "group128"; "none": they take it as it is. "int8": they quantise it so,
-    which no fusion does."""
+    """What they do to what they read, as `plan --quant` takes it: "group128"; "none": they take it as it is."""
     source: str
     "Where that was read."
     block: list[int] | None = None
@@ -54,8 +47,8 @@ class QuantKind:
 
     @property
     def quant(self) -> ActivationQuant | None:
-        """How what they read is quantised; None: it is not, or in a way that no fusion does."""
-        return None if self.activation in ("none", *ELSEWHERE) else ActivationQuant.parse(self.activation)
+        """How what they read is quantised; None: it is not."""
+        return None if self.activation == "none" else ActivationQuant.parse(self.activation)
 
     @property
     def weight_spec(self) -> WeightSpec:
@@ -115,19 +108,13 @@ class Published:
             return attrs.evolve(part, quant=kind.quant)
         if kind is None:
             return attrs.evolve(part, unquantised=NOT_QUANTISED)
-        if kind.activation in ELSEWHERE:
-            how = f"they quantise what they read to {ELSEWHERE[kind.activation]}"
-        else:
-            how = f"their weights are {kind.weight}, and they take what they read as it is,"
-        return attrs.evolve(part, unquantised=f"{how} in the published checkpoint")
+        how = f"their weights are {kind.weight}, and they take what they read as it is, in the published checkpoint"
+        return attrs.evolve(part, unquantised=how)
 
     def routed(self, mixture: ExpertsSpec) -> ExpertsSpec:
         """A declared mixture with what its routed experts' weights are."""
         kind = self._said.get("experts")
-        if kind is None:
-            return mixture
-        activation = kind.quant or ELSEWHERE.get(kind.activation)
-        return attrs.evolve(mixture, weight=kind.weight_spec, activation=activation)
+        return mixture if kind is None else attrs.evolve(mixture, weight=kind.weight_spec, activation=kind.quant)
 
     def _mixture(self, mixture: ExpertsSpec) -> ExpertsSpec:
         shared = None if mixture.shared is None else self._reads(mixture.shared, "shared_experts")

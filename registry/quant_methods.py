@@ -81,7 +81,7 @@ def _bitsandbytes(said: Mapping[str, Any]) -> Words:
     if said.get("load_in_4bit") is True:
         return _weight(str(said.get("bnb_4bit_quant_type", "fp4")), "group", [1, 64])
     if said.get("load_in_8bit") is True:
-        return _weight("int8", "channel", activation="int8")
+        return _weight("int8", "channel", activation="llm_int8")  # without the columns of outliers
     raise UnreadError("neither load_in_4bit nor load_in_8bit is true")
 
 

@@ -136,7 +136,7 @@ def _nothing_on(runner: Any) -> bool:
     """Whether nothing is on by default that could find a site: so that what plans is not even imported."""
     from ...registry.entry_points import entry_points
 
-    if entry_points("layerfuse.fusions"):
+    if entry_points("layerfuse.fusions", "layerfuse.formats"):
         return False
     from ..defaults import may_find_a_site
 

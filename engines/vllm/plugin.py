@@ -226,7 +226,7 @@ def _nothing_on(options: Options, vllm_config: Any) -> bool:
     """Whether nothing was asked for and nothing is on that could find a site: so that what plans is not even imported."""
     from ...registry.entry_points import entry_points
 
-    if not options.says_nothing or entry_points("layerfuse.fusions"):
+    if not options.says_nothing or entry_points("layerfuse.fusions", "layerfuse.formats"):
         return False
     from .defaults import arch_here, may_find_a_site
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from ...adapters.errors import FOREIGN, LayerfuseError, said, shown
-from ...registry.entry_points import of_group
+from ...registry.entry_points import of_group, unusable
 from ..declare import BACKENDS, REFERENCE, Kernel, Op, OpError
 from ..kernel_source import imported, why_absent
 
@@ -115,8 +115,7 @@ def installed() -> dict[str, type[Backend] | BackendError]:
             found[point.name] = _read(point.name, point.load)
         except FOREIGN as error:  # a plugin may fail in any way
             why = str(error) if isinstance(error, LayerfuseError) else f"importing raised {said(error)}"
-            stop = "" if why.endswith("?") else "."
-            sentence = f"entry point {point.name!r} of {package}: {why}{stop} Fix the package, or uninstall it."
+            sentence = unusable(point.name, package, why)
             found[point.name] = BackendError(sentence)
             warnings.warn(sentence, RuntimeWarning, stacklevel=2)
     return found

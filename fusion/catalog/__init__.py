@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ...adapters.errors import FOREIGN, UnknownNameError, did_you_mean, said, shown
-from ...registry.entry_points import of_group
+from ...registry.entry_points import of_group, unusable
 from ..chain import COLLECTIVE, FAMILY, Fusion, FusionError
 from ..formats import FORMATS
 from ..kernel_source import why_absent
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 GROUP = "layerfuse.fusions"
 """The group of entry points."""
 
-CANONICAL = ("rms_norm", *(form.op for form in FORMATS.values()))
-"""The ops of `ops.canonical`, which needs torch: like those of MLA layers, ops that no fusion may be called."""
+
+def canonical() -> tuple[str, ...]:
+    """The ops of `ops.canonical`, which needs torch: like those of MLA layers, ops that no fusion may be called."""
+    return "rms_norm", *(form.op for form in FORMATS.values())
 
 
 class FusionPluginError(FusionError):
@@ -39,8 +41,7 @@ class FusionPluginError(FusionError):
         self.plugin = plugin
         self.package = package
         self.problem = problem
-        stop = "" if problem.endswith("?") else "."
-        super().__init__(f"entry point {plugin!r} of {package}: {problem}{stop} Fix the package, or uninstall it.")
+        super().__init__(unusable(plugin, package, problem))
 
 
 class UnknownFusionError(UnknownNameError, KeyError):
@@ -124,7 +125,7 @@ def _taken(fusion: Fusion) -> str | None:
 
     alone = {op.name: op for op in (*MLA, *LINEARS)}
     for form in fusion.forms:
-        if form.op.name in CANONICAL or alone.get(form.op.name, form.op) is not form.op:
+        if form.op.name in canonical() or alone.get(form.op.name, form.op) is not form.op:
             return f"two ops are called {form.op.name!r}: one of layerfuse, one of {fusion.owner}. Rename yours"
     return None
 

@@ -62,6 +62,8 @@ def _meaning_of(fusion: Fusion) -> str:
     code: list[Any] = [] if isinstance(fusion.op.reference, Reference) else [fusion.op.reference]
     for step in fusion.chain:
         code += [*type(step).__mro__, *step.reference().values()]
+    if fusion.format is not None:
+        code.append(fusion.format.function)
     modules = {module.__name__ for each in code if (module := inspect.getmodule(each)) is not None}
     return f"{fusion.op.schema} {fusion.chain!r} {sorted(filter(None, map(_code_of, modules)))}"
 

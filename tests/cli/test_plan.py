@@ -193,14 +193,19 @@ def test_what_only_one_engine_cannot_build_is_refused_for_that_engine(run):
         (
             ["plan", "kimi-k2.5", "--quant", "per_tensor"],
             2,
-            "expected static, per_token, group32|64|128, mxfp8, mxfp4 or nvfp4, then column_major",
+            "expected per_token, group32|64|128 or a format's name, as static or mxfp8, then column_major",
         ),
         (
             ["plan", "kimi-k2.5", "--quant", "w8a8"],
             2,
             "none is of linears that quantise nothing; w8a8 in fp8 with a scale per token is per_token",
         ),
-        (["plan", "kimi-k2.5", "--quant", "latents=fp8"], 2, "--quant latents=fp8: expected static, per_token, "),
+        (["plan", "kimi-k2.5", "--quant", "latents=fp8"], 2, "--quant latents=fp8: no format is called 'fp8'"),
+        (
+            ["plan", "kimi-k2.5", "--quant", "mxfp6"],
+            2,
+            "no format is called 'mxfp6'; did you mean 'mxfp8' or 'mxfp4'?",
+        ),
         (
             ["plan", "kimi-k2.5", "--quant", "FP8"],
             2,

@@ -71,7 +71,7 @@ def test_toml_blocks_are_models_files_or_known_fragments(page):
         document = tomllib.loads(block.code)
         if FRAGMENT_OF_PYPROJECT in document:
             groups = document["project"]["entry-points"]
-            assert set(groups) <= {"layerfuse.adapters", "layerfuse.models", "layerfuse.fusions"}
+            assert set(groups) <= {"layerfuse.adapters", "layerfuse.models", "layerfuse.fusions", "layerfuse.formats"}
             continue
         # A fragment adds to the models that the page declared before it.
         for name, table in document["models"].items():

@@ -16,7 +16,7 @@ from stream_support import SITE, Layer, Stream, checked, exact_norm, form_of, ro
 from torch import Tensor
 
 from layerfuse import fusion
-from layerfuse.fusion import ActivationQuant, ActivationQuantError, Target, ops
+from layerfuse.fusion import ActivationQuant, ActivationQuantError, FusionConfigError, Target, ops
 from layerfuse.fusion.ops.library import declared
 from layerfuse.fusion.ops.quantisation import NVFP4_LARGEST, quantise_nvfp4, swizzle, unswizzled
 
@@ -156,8 +156,10 @@ def test_what_is_refused_names_the_argument() -> None:
             ops.rms_norm_nvfp4_quant(torch.ones(2, 40), torch.ones(40), 1e-6, 0.0, factor)
         with pytest.raises(ValueError, match=r"global_scale must be one element of torch.float32, got \(2,\)"):
             ops.rms_norm_nvfp4_quant(x, weight, 1e-6, 0.0, torch.ones(2))
-    with pytest.raises(ActivationQuantError, match="scales in tiles are NVFP4's"):
-        ActivationQuant(fixed="mxfp4", swizzled=True)
+    with pytest.raises(ActivationQuantError, match="scales in tiles are those of a format"):
+        ActivationQuant(swizzled=True)
+    with pytest.raises(FusionConfigError, match=r"quant\['input'\]: the scales of mxfp4 do not lie in tiles"):
+        config("mxfp4,swizzled")
     assert str(ActivationQuant.parse("nvfp4,swizzled")) == "nvfp4 with scales in tiles of 128 x 4"
     assert NVFP4_LARGEST == 2688
 

@@ -185,8 +185,8 @@ def test_words_that_say_more_or_all() -> None:
     [
         (
             "group",
-            "expected static, per_token, group32|64|128, mxfp8, mxfp4 or nvfp4, then column_major, tma_aligned, ue8m0, swizzled or inside, "
-            "separated by commas, got 'group'",
+            "expected per_token, group32|64|128 or a format's name, as static or mxfp8, then column_major, tma_aligned, ue8m0, swizzled or "
+            "inside, separated by commas, got 'group'",
         ),
         ("per_tensor", "got 'per_tensor'"),
         ("group128,row_major", "got 'group128,row_major'"),

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from layerfuse.fusion import FUSIONS, FusionError
-from layerfuse.fusion.catalog import CANONICAL, add, built_in
+from layerfuse.fusion.catalog import add, built_in
+from layerfuse.fusion.catalog import canonical as canonical_names
 from layerfuse.fusion.chain import Add, Fusion, Norm, Quant
 from layerfuse.fusion.declare import Kernel, OpError
 from layerfuse.fusion.kernel_source import why_absent
@@ -417,6 +418,133 @@ def test_the_command_line_knows_it(site: Path) -> None:
     assert re.search(rf"^{NAME} +61 +61 ", done.stdout, re.MULTILINE), done.stdout + done.stderr
 
 
+FORMAT = """
+import json, sys, torch
+torch.set_num_threads(1)
+import torch._inductor.compile_fx as inductor
+inductor.compile_fx_inner = lambda gm, _inputs, **_: gm
+sys.path[:0] = {paths!r}
+import attrs
+from layerfuse import bench, doctor, fusion, registry
+from layerfuse.bench.cases import forms
+from layerfuse.fusion.rewrite.identity import plan_hash
+from stream_support import Stream, rows, stream_spec
+from generate import format_table
+
+NAME, said = "add_rms_norm_int8_quant", {{}}
+said["fusions"] = [name for name, each in fusion.FUSIONS.items() if "int8" in name]
+from layerfuse.fusion import ops
+said["doc"], said["schema"] = ops.add_rms_norm_int8_quant.__doc__, str(torch.ops.layerfuse.add_rms_norm_int8_quant.default._schema)
+quant = fusion.ActivationQuant.parse("int8")
+config = fusion.FusionConfig(level=2, quant=quant)
+sm90 = fusion.Target.named("sm90")
+entry = registry.model("deepseek-v3")
+said["planned"] = len(fusion.plan(entry.specs(), sm90, config).expected(NAME))
+published = attrs.evolve(entry.quant["fp8"], weight="int8", scheme="channel", block=None, activation="int8")
+w8a8 = attrs.evolve(entry, quant={{"int8": published}})
+planned = fusion.plan(w8a8.specs(published=True), sm90, fusion.FusionConfig(level=2))
+said["published"] = [len(planned.expected(name)) for name in (NAME, "add_rms_norm_per_token_quant")]
+said["key"] = len(plan_hash(planned))
+
+x, residual = rows()
+def and_itself(quantise):
+    return lambda normed: (*quantise(normed), normed)
+
+module = Stream(torch.ops.layerfuse.quantise_int8)
+kept = Stream(and_itself(torch.ops.layerfuse.quantise_int8))
+lost = Stream(torch.ops.layerfuse.quantise_mxfp8)
+with torch.no_grad():
+    eager = module(x, residual)
+    fused = fusion.compile(module, specs=[("", stream_spec())], config=config)
+    values, scales, total = fused(x, residual)
+    audit = fused.audit(x, residual)
+    said["report"] = [fused.report.of(NAME).matched, audit.fusions[NAME].profiled, audit.fusions[NAME].counted]
+    wide = (x + residual).float()
+    said["dtypes"] = [str(values.dtype), str(scales.dtype), list(scales.shape)]
+    said["close"] = float((values.float() * scales - eager[0].float() * eager[1]).abs().max() / scales.max())
+    torch._dynamo.reset()
+    both = fusion.compile(kept, specs=[("", stream_spec())], config=config)
+    both(x, residual)
+    said["with norm"] = [use.form for graph in both.report.records for use in graph.uses if use.form]
+    torch._dynamo.reset()
+    missed = fusion.compile(lost, specs=[("", stream_spec())], config=config)
+    missed(x, residual)
+    said["lost"] = missed.report.of(NAME).missed["input"]
+
+said["listed"] = [name for name in forms() if "int8" in name]
+result = bench.run(NAME, model="deepseek-v3", tokens=[3], quick=True, peers=["layerfuse", "eager"])
+said["bench"] = [(one.peer, one.verdict, one.message) for row in result.rows for one in row.measured]
+said["markdown"] = bench.markdown(result)
+said["doctor"] = [found.detail for found in doctor.diagnose().findings if found.name.startswith("formats of ")]
+said["table"] = [line for line in format_table() if "int8" in line]
+print("SAID " + json.dumps(said))
+"""
+
+
+def test_a_format_is_one_object(site: Path) -> None:
+    """int8 of the page: chains, ops, plans, graphs, reports, bench, doctor and docs have it, and no file of the library names it."""
+    paths = [str(HERE), str(ROOT / "docs")]
+    done = run_copy(FORMAT.format(paths=paths), site, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.rpartition("SAID ")[2])
+    forms = [f"{chain}_int8_quant{kept}" for chain in ("add_rms_norm", "rms_norm") for kept in ("", "_with_norm")]
+    assert said["fusions"] == forms[::2]
+    assert said["schema"].endswith("float epsilon, float weight_offset) -> (Tensor, Tensor, Tensor)")
+    assert "quantised (int8 with one scale per token)" in said["doc"] and "values: in int8" in said["doc"]
+    assert said["planned"] > 100 and said["published"] == [said["planned"], 0]
+    assert said["report"] == [["input"], 1, 1]
+    assert said["dtypes"] == ["torch.int8", "torch.float32", [5, 1]] and said["close"] <= 1.5
+    assert said["with norm"] == [forms[1]]
+    assert "the graph quantises to mxfp8, the plan says int8" in said["lost"]
+    assert set(forms) <= set(said["listed"])
+    assert [verdict for _, verdict, _ in said["bench"]] == ["ok"] * len(said["bench"]) != [], said["bench"]
+    assert "to int8" in said["markdown"]
+    assert said["doctor"] == ["known: int8"]
+    assert len(said["table"]) == 1
+
+
+WRONG_FORMATS = {
+    "absent": ("INT8 = attrs.evolve(mine, reference='formats_absent:quantize')", "formats_absent has no 'quantize'; did you mean 'quantise' or 'Quantised'? Fix"),
+    "dtype": ("INT8 = attrs.evolve(mine, results=(Quantised(name='', of='', dtype='int4'),))", "the first result of mine is Quantised, of a dtype among "),
+    "fp8": ("INT8 = attrs.evolve(mine, options=('dtype',))", "mine has a scheme or options of plain fp8; its own may be scale, global_scale, swizzled"),
+    "named": ("INT8 = attrs.evolve(mine, word='per_row', scheme='per_row')", "ActivationQuant.fixed: expected None or a format's name"),
+    "number": ("INT8 = 3", "expected a Format, got 3"),
+    "raises": ("raise OSError('no such library')", "reading it raised OSError: no such library"),
+    "taken": ("INT8 = attrs.evolve(mine, word='mxfp8', scheme='mxfp8')", "layerfuse has a format called 'mxfp8' already"),
+    "three": ("INT8 = attrs.evolve(mine, results=(*mine.results, mine.results[-1]))", "the second result of mine is Scales, Exponents or SmallScales"),
+}  # fmt: skip
+
+
+def test_a_format_that_cannot_be_used_is_named_and_refused_alone(tmp_path: Path) -> None:
+    before = """
+import attrs
+from layerfuse.fusion.declare import Quantised, Scales
+from layerfuse.fusion.formats import Format
+values, scales = Quantised(name="", of="", dtype="int8"), Scales(name="", of="")
+mine = Format(word="mine", says="mine", results=(values, scales), reference=f"{__name__}:quantise")
+def quantise(values): ...
+"""
+    for name, (code, _) in {**WRONG_FORMATS, "usable": ("INT8 = mine", "")}.items():
+        (tmp_path / f"formats_{name}.py").write_text(f"{before}{code}\n")
+    info = tmp_path / "formats-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: formats\nVersion: 1.0\n")
+    points = [f"{name} = formats_{name}:INT8\n" for name in (*WRONG_FORMATS, "usable")]
+    (info / "entry_points.txt").write_text("[layerfuse.formats]\n" + "".join(points))
+    code = """
+import json, sys
+from layerfuse.fusion.formats import FORMATS
+print(json.dumps([list(FORMATS), {name: why for (name, _), why in FORMATS.refused.items()}, "torch" in sys.modules]))
+"""
+    done = run_python(code, tmp_path)
+    known, refused, has_torch = json.loads(done.stdout)
+    assert known == ["static", "token", "group", "mxfp8", "mxfp4", "nvfp4", "mine"]
+    assert refused.keys() == WRONG_FORMATS.keys() and not has_torch
+    for name, (_, why) in WRONG_FORMATS.items():
+        assert refused[name].startswith(f"entry point {name!r} of formats: ") and why in refused[name], refused[name]
+        assert f"RuntimeWarning: {refused[name]}" in done.stderr
+
+
 DECLARES = """
 import attrs
 from layerfuse.fusion import FUSIONS
@@ -696,7 +824,7 @@ def test_a_kernel_may_belong_to_a_backend_of_its_own(backend: str) -> None:
 def test_the_names_of_canonical_ops_are_known_without_torch() -> None:
     from layerfuse.fusion.ops import canonical
 
-    assert tuple(op.name for op in canonical.CANONICAL) == CANONICAL
+    assert tuple(op.name for op in canonical.CANONICAL) == canonical_names()
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ FP8_WEIGHT, FP4_WEIGHT = "float8_e4m3fn", "float4_e2m1fn"
         ("AwqConfig", {}, ("int4", "group", [1, 128], "none")),
         ("AutoRoundConfig", {}, ("int4", "group", [1, 128], "none")),
         ("BitsAndBytesConfig", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, ("nf4", "group", [1, 64], "none")),
-        ("BitsAndBytesConfig", {"load_in_8bit": True}, ("int8", "channel", None, "int8")),
+        ("BitsAndBytesConfig", {"load_in_8bit": True}, ("int8", "channel", None, "llm_int8")),
         ("QuantoConfig", {"weights": "float8"}, (FP8_WEIGHT, "channel", None, "none")),
         ("QuantoConfig", {"weights": "int4"}, ("int4", "group", [1, 128], "none")),
         ("EetqConfig", {}, ("int8", "channel", None, "none")),
@@ -424,8 +424,9 @@ def test_linears_that_quantise_as_no_fusion_does_say_so() -> None:
     entry = inspect(config, registry=registry.default).entry
     specs = [spec for _, spec in entry.specs(published=True) if isinstance(spec, ResidualSpec)]
     norms = [norm for spec in specs for norm in (*spec.input_norms, *spec.post_attention_norms)]
-    assert {norm.quant for norm in norms} == {None}
-    assert all("they quantise what they read to int8" in str(norm.unquantised) for norm in norms)
+    assert {norm.quant for norm in norms} == {ActivationQuant(fixed="int8")}
+    decisions = plan(specs, Target.named("sm90"), FusionConfig(level=2)).not_applicable("rms_norm_per_token_quant")
+    assert "the linears that read the input site quantise with int8" in {each.reason for each in decisions}
     mixtures = [spec.experts for spec in specs if spec.experts is not None]
     assert {str(mixture.activation).partition(",")[0] for mixture in mixtures} == {"int8"}
 
