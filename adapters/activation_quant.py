@@ -56,7 +56,7 @@ def _tiles(instance: ActivationQuant, _attribute: object, value: object) -> None
         raise ActivationQuantError("ActivationQuant.swizzled: scales in tiles are those of a format, as fixed='nvfp4'")
 
 
-_WORD = r"(?!per_|group)[a-z][a-z0-9_]*"
+_WORD = r"(?!per_|group)[a-z][a-z0-9_]{0,31}"
 """The name of a format that leaves nothing to choose, but for the layout of its scales. `fusion.formats` knows them, and a fusion is there for those."""
 
 OPTIONS = ("column_major", "tma_aligned", "ue8m0", "swizzled", "inside")
