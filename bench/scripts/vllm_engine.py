@@ -33,6 +33,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import selectors
 import signal
 import statistics
@@ -78,6 +79,8 @@ CAPTURED = 512
 """The most tokens of a step that vLLM runs in CUDA graphs by default: in pieces around the attention, where prompts are."""
 TOGETHER = ((1, 512), (1, 1024), (7, 1024))
 """Prompts of one step, and tokens of each, that are timed."""
+FOLDERS = re.compile(r"(?<![\w.])/(?:[\w.-]+/)+")
+"""In lines of a log: folders of the machine, in front of a file's name."""
 A_TURN = 80
 """Milliseconds that an arm's prompts are timed in a turn."""
 AGAIN = "_again"
@@ -509,7 +512,7 @@ def _concluded(result: dict[str, Any], names: dict[str, str], logs: Path) -> dic
         log = logs / f"{name}.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         found["late"] = sorted({line[-200:] for line in lines if LATE in line})
-        found["said"] = [line[-300:] for line in lines if "layerfuse" in line][:40]
+        found["said"] = [FOLDERS.sub("", line)[-300:] for line in lines if "layerfuse" in line][:40]
         report = logs / f"{name}.report.json"
         if report.exists():
             modules = json.loads(report.read_text())["modules"].values()
