@@ -248,19 +248,23 @@ class Standing(Placement):
                 hook.remove()
 
     def watch(self) -> None:
-        """Look before each later call whether what an op stands in is there."""
-        for each in self.compiled.placements.values():
+        """Look before each later call whether what an op stands in is there, and whether it is to stand there."""
+        placements = self.compiled.placements.values()
+        for each in placements:
             self.inside.update(each.modules())
-        if self.inside:
+        if self.inside or any(each.put for each in placements):
             self._hold()
             for module in {id(each): each for each in (self.model, self._around())}.values():
                 module.register_forward_pre_hook(lambda *_: self._begin())
 
     def _around(self) -> nn.Module:
         """The innermost module that is around all of them and has a forward: SGLang calls the model's forward past its hooks, vLLM what is inside."""
-        first = next(iter(self.inside)).split(".")
+        others = (each for each in self.compiled.placements.values() if each is not self and each.put)
+        layers = (self.compiled.plan.site[site].layer for each in others for site in each.calls())
+        every = [*self.inside, *layers]
+        first = every[0].split(".")
         paths = (".".join(first[:end]) for end in range(len(first) - 1, 0, -1))
-        outer = (self.model.get_submodule(path) for path in paths if all(is_around(path, each) for each in self.inside))
+        outer = (self.model.get_submodule(path) for path in paths if all(is_around(path, each) for each in every))
         return next((each for each in outer if not isinstance(each, nn.ModuleList | nn.ModuleDict)), self.model)
 
     def _begin(self) -> None:

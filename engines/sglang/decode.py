@@ -36,7 +36,7 @@ from ..compiled_module import CompiledModule
 from ..hooks import Hook, HookError, check
 from ..host import here
 from ..native import OURS, Look, Native, NotNativeError, held_methods
-from ..placement import Placement, aside, is_looked_at
+from ..placement import Placement, Put, aside, is_looked_at
 from ..process import once
 from ..whose import module_of, package
 from .decode_facts import BACKENDS, CLASS, LAYER, NAME, PLACE, POOL, VERIFIES, WHY, WRITE, WRITES
@@ -340,6 +340,7 @@ def put_in(compiled: CompiledModule, model: nn.Module) -> None:
         placed.layers[site.name] = layer
         waiting.add(layer.path)
         _stand(layer)
+        placed.put.append(Put.at(mla, PLACE))
     compiled.placements[NAME] = placed
 
 

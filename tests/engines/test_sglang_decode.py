@@ -33,6 +33,7 @@ from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import deepseek_v2
 from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 from sglang.srt.models.deepseek_common import deepseek_weight_loader
@@ -47,6 +48,7 @@ from layerfuse.engines.native import native_methods
 from layerfuse.engines.rank_report import rank_report_of
 from layerfuse.engines.sglang import decode, decode_facts, facts, loading, plugin, products
 from layerfuse.engines.sglang.loading import compiled_module_of
+from layerfuse.engines.standing import AWAY
 from layerfuse.fusion import FusionConfig, Target, plan
 from layerfuse.fusion.backends import counting
 
@@ -193,6 +195,29 @@ def test_a_decode_step_is_two_launches_and_says_the_same(
         alike(found, theirs.run(own, LATER), ours, theirs, LATER)
         # In front of both latents, of q_b_proj and of the output, where nothing of layerfuse's multiplies.
         assert (by_ours, kernels.quantised) == ((0 if FEW in beside else 4) * quantised, 6 * quantised)
+
+
+@pytest.mark.parametrize("beside", [(), (f"{DUAL}_group_quant",)])
+def test_once_sglang_has_captured_graphs_a_decode_step_that_it_launches_itself_is_its_own(
+    beside: tuple[str, ...], kernels: Kernels, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    model, own, write = loaded(), loaded(), "mla_norm_rope_cache_group_quant"
+    with sglang():
+        ours, theirs = Steps(), Steps()
+        put_in(model, ours, *beside)
+        model.forward(IDS)
+        monkeypatch.setattr(type(model.model), "forward", lambda _, slots: ours.run(model, slots))
+        for _ in range(2):
+            with mock.patch.object(capture_mode, "is_capture_mode", True), counting() as calls:
+                model.model(LATER)
+            assert (calls[write], calls["mla_query_absorb"]) == (2, 2)
+            for each in (ours, theirs):
+                each.fill()
+            with counting() as calls:
+                found = model.model(LATER)
+            assert not calls
+            assert torch.equal(found, theirs.run(own, LATER))
+    assert said(log).count(AWAY % "SGLang") == 1
 
 
 @pytest.mark.parametrize("spec_info", [None, object()])

@@ -16,7 +16,8 @@ pytest.importorskip("sglang_layers")
 import torch
 from sglang.srt.layers.quantization import fp8_utils
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
-from test_sglang_handover import ADD, NORM, Kernels, deepseek, kernels, latents, llama, mlps, products  # noqa: F401 (`kernels` is a fixture)
+from sglang.srt.model_executor.runner_utils import capture_mode
+from test_sglang_handover import ADD, NORM, Kernels, deepseek, inside, kernels, latents, llama, mlps, products  # noqa: F401 (`kernels` is a fixture)
 from test_sglang_plugin import fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ from layerfuse.engines.sglang import loading, plugin
 from layerfuse.engines.sglang import products as few
 from layerfuse.engines.sglang.loading import compiled_module_of
 from layerfuse.engines.sglang.seams import SEAMS
-from layerfuse.engines.standing import at_first_call
+from layerfuse.engines.standing import AWAY, at_first_call
 from layerfuse.fusion import Target
 from layerfuse.fusion.backends import counting
 from layerfuse.fusion.catalog.few_token_linear import BLOCKS
@@ -113,6 +114,27 @@ def test_a_first_run_of_many_tokens_counts_the_linears(kernels: Kernels) -> None
         assert compiled.counted is not None
         assert compiled.counted[LINEAR] == 4
         torch.testing.assert_close(found, own.forward(torch.arange(MOST + 1)), rtol=0, atol=0)
+
+
+def test_once_sglang_has_captured_graphs_what_it_launches_itself_is_its_own(
+    kernels: Kernels,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,  # noqa: F811
+) -> None:
+    """Where nothing else is named that stands at modules."""
+    model, own = llama("group"), llama("group")
+    monkeypatch.setattr(type(model), "forward", lambda self, ids: self.model(ids))
+    monkeypatch.setattr(type(model.model), "forward", inside)
+    with torch.inference_mode():
+        put_in(model)
+        model.forward(torch.arange(3))
+        for _ in range(2):
+            with mock.patch.object(capture_mode, "is_capture_mode", True):
+                assert ran(model, kernels, 5)[1:] == (Counter({LINEAR: 4}), 0)
+            found, *called = ran(model, kernels, 5)
+            assert called == [Counter(), 4]
+            assert torch.equal(found, own.forward(torch.arange(5)))
+    assert said(log).count(AWAY % "SGLang") == 1
 
 
 INNER = ("silu_mul_group_quant", "mla_dual_rms_norm_group_quant")
