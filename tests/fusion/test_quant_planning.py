@@ -26,7 +26,7 @@ from layerfuse.fusion import (
     Target,
     plan,
 )
-from layerfuse.fusion.formats import FP8_FORMATS
+from layerfuse.fusion.formats import FORMATS, FP8_FORMATS
 from layerfuse.fusion.ops import quantisation
 from layerfuse.fusion.rewrite import Pipeline
 
@@ -175,7 +175,7 @@ def test_words(text: str) -> None:
 def test_words_that_say_more_or_all() -> None:
     aligned = ActivationQuant(group_size=64, column_major=True, tma_aligned=True)
     assert ActivationQuant.parse("group64,tma_aligned") == aligned
-    for word in ("static", "mxfp8", "mxfp4", "nvfp4"):
+    for word in FORMATS.keys() - {"token", "group"}:
         assert ActivationQuant.parse(word) == ActivationQuant(fixed=word)
         assert ActivationQuant.parse(word).scheme == word
 

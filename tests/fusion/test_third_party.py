@@ -17,6 +17,7 @@ from layerfuse.fusion.catalog import add, built_in
 from layerfuse.fusion.catalog import canonical as canonical_names
 from layerfuse.fusion.chain import Add, Fusion, Norm, Quant
 from layerfuse.fusion.declare import Kernel, OpError
+from layerfuse.fusion.formats import FORMATS
 from layerfuse.fusion.kernel_source import why_absent
 from layerfuse.fusion.sites import LATENTS, Role
 
@@ -538,7 +539,7 @@ print(json.dumps([list(FORMATS), {name: why for (name, _), why in FORMATS.refuse
 """
     done = run_python(code, tmp_path)
     known, refused, has_torch = json.loads(done.stdout)
-    assert known == ["static", "token", "group", "mxfp8", "mxfp4", "nvfp4", "mine"]
+    assert known == [*FORMATS, "mine"]
     assert refused.keys() == WRONG_FORMATS.keys() and not has_torch
     for name, (_, why) in WRONG_FORMATS.items():
         assert refused[name].startswith(f"entry point {name!r} of formats: ") and why in refused[name], refused[name]

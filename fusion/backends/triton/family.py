@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...declare import Op
+from ...declare import BlockScale, Op
 from ...formats import FORMATS
-from ...ops.quantisation import LARGEST, MX_COLUMNS, NVFP4_COLUMNS, empty_scales, scaling, swizzled_shape
+from ...ops.quantisation import DTYPES, LARGEST, empty_scales, scaling, swizzled_shape
 from ...steps import MIDDLE, SINKS, SOURCES, format_of
 from . import launcher, tuning
 from .gated import gated_norm
@@ -23,7 +23,14 @@ from .kernels import dual_norm, row_norm
 from .product import silu_mul
 
 NO_QUANT = 0
-PER_TOKEN, STATIC, MXFP8, MXFP4, NVFP4 = (FORMATS[word].mode for word in ("token", "static", "mxfp8", "mxfp4", "nvfp4"))
+PER_TOKEN, STATIC = (FORMATS[word].mode for word in ("token", "static"))
+_BLOCKS = {
+    form.mode: (scale.columns, form.packed, DTYPES[form.dtype], DTYPES[scale.dtype])
+    for form in FORMATS.values()
+    for scale in form.results
+    if isinstance(scale, BlockScale) and form.mode is not None
+}
+"""Columns per scale, values per element, and what holds both, of the formats whose blocks are their own."""
 ELEMENTS = 128
 """Columns that a program of a product handles as one where no group says how many."""
 
@@ -92,25 +99,17 @@ def quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any, 
     if mode == NO_QUANT:
         out = _empty(x, x.dtype)
         return Given(out, out, out, (0, 0), 0, 0.0, 0, (out,))
-    if mode in (MXFP8, MXFP4):
-        width = shape[-1]
-        out = (
-            torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
-            if mode == MXFP8
-            else torch.empty((*shape[:-1], width // 2), dtype=torch.uint8, device=x.device)
-        )
-        scales = torch.empty((*shape[:-1], width // MX_COLUMNS), dtype=torch.uint8, device=x.device)
-        return Given(out, scales, out, (0, 0), MX_COLUMNS, 0.0, 0, (out, scales))
-    if mode == NVFP4:
-        factor, swizzled = options
-        out = torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=x.device)
+    if mode in _BLOCKS:
+        columns, packed, dtype, kind = _BLOCKS[mode]
+        factor, swizzled = options or (None, False)
+        out = torch.empty((*shape[:-1], shape[-1] // packed), dtype=dtype, device=x.device)
         # What no row and no column writes is zero: a product may read it.
-        make, laid_out = torch.empty, (*shape[:-1], shape[-1] // NVFP4_COLUMNS)
+        make, laid_out = torch.empty, (*shape[:-1], shape[-1] // columns)
         if swizzled:
             make, laid_out = torch.zeros, swizzled_shape(shape, shape[-1])
         scales = make(laid_out, dtype=torch.uint8, device=x.device)
-        results = (out, scales.view(torch.float8_e4m3fn))
-        return Given(out, scales, factor, (0, 0), NVFP4_COLUMNS, 0.0, 0, results, swizzled)
+        results = (out, scales if kind is torch.uint8 else scales.view(kind))
+        return Given(out, scales, out if factor is None else factor, (0, 0), columns, 0.0, 0, results, swizzled)
     if mode == STATIC:
         scale, dtype = options
         out = _empty(x, dtype) if shape == x.shape else torch.empty(shape, dtype=dtype, device=x.device)
