@@ -208,14 +208,16 @@ class Arm:
         self._let_go()
         (self.folder / FUSED).touch()
         found = {}
-        for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
-            drawn = prompts(self.vocabulary, number, length, seed)
-            rows = [prompt + row for prompt, row in zip(drawn, tokens[name], strict=False)]
-            batches = [rows] if together else [[row] for row in rows]
-            how: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
-            several = [each for batch in batches for each in self._generate(batch, {"max_new_tokens": 1}, **how)]
-            found[name] = [_thought(each, row, length) for each, row in zip(several, rows, strict=True)]
-        (self.folder / FUSED).unlink()
+        try:
+            for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
+                drawn = prompts(self.vocabulary, number, length, seed)
+                rows = [prompt + row for prompt, row in zip(drawn, tokens[name], strict=False)]
+                batches = [rows] if together else [[row] for row in rows]
+                how: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+                several = [each for batch in batches for each in self._generate(batch, {"max_new_tokens": 1}, **how)]
+                found[name] = [_thought(each, row, length) for each, row in zip(several, rows, strict=True)]
+        finally:
+            (self.folder / FUSED).unlink()
         return found
 
     def one_by_one(self, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:

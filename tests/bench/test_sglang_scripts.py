@@ -139,6 +139,22 @@ def test_log_probabilities_are_those_of_the_given_tokens(arm):
         _thought(said, other[::-1], length)
 
 
+def test_an_error_does_not_leave_steps_of_prompts_to_layerfuse(arm):
+    from sglang_probe import FUSED
+    from vllm_arm import PROMPTS
+
+    seen = []
+
+    def generate(*_, **__):
+        seen.append((arm.folder / FUSED).exists())
+        raise RuntimeError("no answer")
+
+    arm._generate = generate
+    with pytest.raises(RuntimeError, match="no answer"):
+        arm.forced({name: [[7]] for name in PROMPTS})
+    assert seen == [True] and not (arm.folder / FUSED).exists()
+
+
 def test_the_arm_without_a_named_fusion_is_told_nothing_and_all_else_is_alike():
     import sglang_engine
 

@@ -280,8 +280,7 @@ def test_a_backend_that_does_not_exist_has_no_plan(run, run_python, monkeypatch,
 
 
 ALL_BUT_FINAL = [role for role in ROLES if role not in ("final", "qk", "decode", "experts")]
-"""Of a model whose experts are as published."""
-"""What one quantisation for all is for: a language-model head is rarely quantised."""
+"""What one quantisation for all is for, in a model whose experts are as published: a language-model head is rarely quantised."""
 QUANTISED = """\
   softmax scale                           0.1446796
   latents: mla_dual_rms_norm_group_quant  yes [3]
