@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from functools import partial
 from typing import Any
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
@@ -42,7 +45,7 @@ TYPES = {
 _FEW = r"setp\.gt\.s32\s+%p\d+, %r\d+, (\d+);"
 """How a number of rows is compared with few of them."""
 TOKENS = 8
-FEW, MANY = 0, 6
+FEW, SOME, MANY = 0, 1, 6
 """Steps of the tuning."""
 _WIDE = r"(?:global|buffer)_load_dwordx4|ld\.global\S*\.v4\.b32"
 _ONE_BY_ONE = r"(?:global|buffer)_load_(?:ushort|u16|d16|short_d16)\w*|ld\.global(?!\S*\.v)\S*\.b16"
@@ -70,6 +73,7 @@ class Compiler:
         sides: int,
         warps: int,
         beside: int = 0,
+        registers: int = 0,
     ) -> None:
         names, known = kernel.arg_names, len(tensors) + len(numbers)
         types = dict.fromkeys(names, "constexpr")
@@ -81,7 +85,9 @@ class Compiler:
             constexprs={(known + i,): value for i, value in enumerate((*constants, self.early))},
             attrs={(i,): [["tt.divisibility", 16]] for i in range(len(tensors))},
         )
-        result = compile(source, target=self.target, options={"num_warps": warps})
+        result = compile(
+            source, target=self.target, options={"num_warps": warps} | launcher.limited(registers if self.early else 0)
+        )
         text = result.asm["amdgcn"] if "amdgcn" in result.asm else result.asm["ptx"]
         self.built = {
             "op": key[0], "kernel": kernel.__name__, "rows": rows, "warps": warps,
@@ -93,8 +99,22 @@ class Compiler:
             "overlap": re.findall(r"griddepcontrol\.(\w+)", text), "shared": result.metadata.shared,
             "per_token": numbers[0] / TOKENS, "few": [int(n) for n in re.findall(_FEW, text.partition("griddepcontrol")[0])],
             "pushes": len(re.findall(_PUSH, text.partition("ld.volatile")[0])), "looks": len(re.findall(_LOOK, text)),
+            **(machine_code(result.asm["cubin"]) if self.early else {}),
             "spills": sum(int(n) for n in re.findall(r"spill_count:\s+(\d+)", text)),
         }  # fmt: skip
+
+
+def machine_code(binary: bytes) -> dict[str, int]:
+    """What a thread of NVIDIA's holds in registers, what it keeps in memory instead, and reads behind the first exchange with others."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert usage
+    late = told.partition("SHFL")[2].count(" LDG.")
+    return {"registers": int(usage[1]), "stack": int(usage[2]), "late_loads": late}
 
 
 def built(name: str, op: str, widths: tuple[int, ...], step: int, early: bool = False) -> dict[str, Any]:
@@ -174,5 +194,8 @@ if __name__ == "__main__":
     found += [built("sm90", op, (128,), FEW, early=True) for op in ("add_rms_norm", "gated_rms_norm")]
     found += [built("sm90", f"gated_rms_norm_{form}_quant", (128,), FEW, early=True) for form in ("per_token", "group")]
     found += [built("sm90", f"silu_mul_{form}_quant", (2048,), FEW, early=True) for form in ("per_token", "group")]
+    found += [
+        built("sm90", op, (7168,), SOME, early=True) for op in FORMS if op.startswith(("add_rms_norm", "rms_norm"))
+    ]
     found.append(built("sm90", dual, (1001, 333), MANY))
     json.dump(found, sys.stdout)

@@ -114,6 +114,22 @@ def test_nvidia_rounds_in_pairs(kernels: list[dict[str, Any]]) -> None:
     assert not any(k["in_pairs"] for k in kernels if not k["target"].startswith("sm"))
 
 
+def test_launches_of_256_rows_overlap(kernels: list[dict[str, Any]]) -> None:
+    """An SM has room for two programs of a launch and two of the next one, which would else wait for its end."""
+    built = [k for k in kernels if k["step"] == 1 and k["op"].startswith("add_rms_norm")]
+    assert len({k["op"] for k in built}) > 10
+    room = {k["op"]: 65536 // (-(-k["registers"] // 8) * 8 * 32 * k["warps"]) for k in built}
+    assert min(room.values()) >= 4, room
+    # Two registers in memory at most, as in NVFP4 with Triton 3.9.
+    assert all(k["stack"] <= 8 for k in built)
+
+
+def test_groups_are_read_before_anything_is_summed(kernels: list[dict[str, Any]]) -> None:
+    """The weights too: behind the sum each row would wait for memory twice."""
+    late = {k["op"]: k["late_loads"] for k in kernels if k["step"] == 1 and k["op"].endswith("rms_norm_group_quant")}
+    assert late == {"add_rms_norm_group_quant": 0, "rms_norm_group_quant": 0}
+
+
 def test_narrow_rows_share_a_program(kernels: list[dict[str, Any]]) -> None:
     narrow = {
         (k["target"], k["rows"])

@@ -200,7 +200,10 @@ def launch_row(
         width, epsilon, offset, x_unit, residual_unit, adds, mode, given.group, given.largest, given.scaling,
         given.swizzled, kept, padded, zeros, plan.chunk, plan.tail, plan.rows, plan.hold,
     )  # fmt: skip
-    launcher.first(row_norm, key, every, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)
+    launcher.first(
+        row_norm, key, every, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps,
+        registers=plan.registers if weight.element_size() <= item else 0,
+    )  # fmt: skip
 
 
 # ---- two norms per row -----------------------------------------------------------------------------------------------
@@ -370,7 +373,10 @@ def _product(form: Form) -> Callable[..., Any]:
             width, limit if math.isfinite(limit) else 0.0, gate_unit, up_unit, mode, group, given.largest, given.scaling,
             plan.chunk, plan.rows, keeps,
         )  # fmt: skip
-        launcher.first(silu_mul, key, every, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)
+        launcher.first(
+            silu_mul, key, every, numbers, constants,
+            rows=plan.rows, sides=1, warps=plan.warps, registers=plan.registers,
+        )  # fmt: skip
         return results
 
     return function

@@ -163,6 +163,7 @@ def first(
     sides: int,
     warps: int,
     beside: int = 0,
+    registers: int = 0,
 ) -> None:
     """Compile a kernel, launch it, and keep it where it can be called directly. In `compiling_ahead` it is only compiled.
 
@@ -176,11 +177,12 @@ def first(
         sides: programs that share these rows.
         warps: of a program.
         beside: programs for all rows together.
+        registers: the most of a thread where launches overlap; 0: as the compiler likes.
     """
     device = tensors[0].device
     early = _overlaps(device)
     constants = (*constants, early)
-    options: dict[str, Any] = {"num_warps": warps} | ({"launch_pdl": True} if early else {})
+    options: dict[str, Any] = {"num_warps": warps} | ({"launch_pdl": True} | limited(registers) if early else {})
     grid = (-(-numbers[0] // rows) * sides + beside, 1, 1)
     if interpreted(device):
         kernel[grid](*tensors, *numbers, *constants, **options)
@@ -192,6 +194,11 @@ def first(
         built = kernel[grid](*tensors, *numbers, *constants, **options)
     if _direct and not (HIP and _has_large_storage(tensors)) and max(numbers) < 2**31:
         _compiled[key] = Compiled(built.run, built.function, built.packed_metadata, rows, sides, beside, constants)
+
+
+def limited(registers: int) -> dict[str, int]:
+    """What limits a thread's registers, as an option of Triton's for NVIDIA."""
+    return {"maxnreg": registers} if registers else {}
 
 
 def interpreted(device: torch.device) -> bool:

@@ -13,13 +13,12 @@ from .rows import PER_GROUP, PER_TOKEN, STATIC, clamped, magnitude, quant_scale,
 
 
 @triton.jit
-def _product(gate, up, at_gate, at_up, mask, LIMIT: tl.constexpr):
-    value = wide(tl.load(gate + at_gate, mask=mask, other=0.0))
-    other = wide(tl.load(up + at_up, mask=mask, other=0.0))
+def _product(gate, up, LIMIT: tl.constexpr):
+    value, other = wide(gate), wide(up)
     if LIMIT > 0.0:
         value = tl.where(value > LIMIT, LIMIT, value)
         other = clamped(other, LIMIT)
-    return rounded(value * tl.sigmoid(value) * other, gate.dtype.element_ty)
+    return rounded(value * tl.sigmoid(value) * other, gate.dtype)
 
 
 @triton.jit(do_not_specialize=["rows", "gate_units", "up_units", "scale_stride", "group_stride"])
@@ -39,17 +38,14 @@ def silu_mul(
     if QUANT == PER_TOKEN:
         row = tl.program_id(0).to(tl.int64)
         bits = tl.zeros((CHUNK,), tl.int32)
-        products = ()
-        for i in tl.static_range(0, (WIDTH + CHUNK - 1) // CHUNK):
+        gates, ups, products = (), (), ()
+        for i in tl.static_range(0, (WIDTH + CHUNK - 1) // CHUNK):  # all before the first is used
             column = i * CHUNK + tl.arange(0, CHUNK)
-            product = _product(
-                gate,
-                up,
-                row * gate_units * GATE_UNIT + column,
-                row * up_units * UP_UNIT + column,
-                column < WIDTH,
-                LIMIT,
-            )
+            gates = gates + (tl.load(gate + row * gate_units * GATE_UNIT + column, mask=column < WIDTH, other=0.0),)
+            ups = ups + (tl.load(up + row * up_units * UP_UNIT + column, mask=column < WIDTH, other=0.0),)
+        for i in tl.static_range(0, len(gates)):
+            column = i * CHUNK + tl.arange(0, CHUNK)
+            product = _product(gates[i], ups[i], LIMIT)
             if KEPT:
                 tl.store(kept + row * WIDTH + column, product.to(kept.dtype.element_ty), mask=column < WIDTH)
             bits = tl.maximum(bits, magnitude(product))
@@ -69,7 +65,8 @@ def silu_mul(
         column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         mask = column < WIDTH
         at_gate, at_up = (row * gate_units * GATE_UNIT)[:, None] + column, (row * up_units * UP_UNIT)[:, None] + column
-        value = _product(gate, up, at_gate, at_up, mask, LIMIT)
+        gates, ups = tl.load(gate + at_gate, mask=mask, other=0.0), tl.load(up + at_up, mask=mask, other=0.0)
+        value = _product(gates, ups, LIMIT)
         if KEPT:
             tl.store(kept + (row * WIDTH)[:, None] + column, value.to(kept.dtype.element_ty), mask=mask)
         if QUANT == PER_GROUP:

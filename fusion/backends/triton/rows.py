@@ -260,6 +260,15 @@ def magnitude(x):
 
 
 @triton.jit
+def _largest(values):
+    """The largest magnitude of each group, chunk by chunk."""
+    found = ()
+    for i in tl.static_range(0, len(values)):
+        found = found + (tl.max(magnitude(values[i]), axis=2).to(tl.float32, bitcast=True),)
+    return found
+
+
+@triton.jit
 def quant_scale(most, LARGEST: tl.constexpr, SCALING: tl.constexpr):
     """The scale of a largest magnitude, and what values are multiplied by (`quantisation.Scaling`)."""
     bits = tl.maximum(magnitude(most), 0x2EDBE6FF)  # 1e-10
@@ -311,40 +320,47 @@ def finish(
             WIDTH, EPSILON, CHUNK, LARGEST, SCALING, KEEP, ROWS, HINT, TYPE,
         )  # fmt: skip
     else:
+        if QUANT == STATIC or QUANT == NVFP4:  # noqa: SIM109 # once, beside the rows
+            scale_in = tl.load(scale_in)
+        products = weighted_by(values, weights, OFFSET)
+        # Of what is not scaled yet, beside the sum: the largest is the same, as a scale is positive and, with an epsilon, finite.
+        most = _largest(products) if GROUP > 0 and EPSILON > 0.0 else products
         scale = rms_scale(values, WIDTH, EPSILON, TAIL, ROWS)
-        result = scaled_by(weighted_by(values, weights, OFFSET), _beside(scale, GROUP))
+        result = scaled_by(products, _beside(scale, GROUP))
         if QUANT == NO_QUANT:
             write_rows(result, out, row, PADDED, WIDTH, CHUNK, TAIL, GROUP, HINT)
         else:
             result = all_rounded(result, TYPE)
+            if GROUP > 0:
+                most = all_rounded(scaled_by(most, _beside(scale, 0)), TYPE) if EPSILON > 0.0 else _largest(result)
             if KEEP:
                 write_rows(result, normed, row, WIDTH, WIDTH, CHUNK, TAIL, GROUP, USUAL)
             for i in tl.static_range(0, len(result)):
                 _quantise_chunk(
-                    result[i], out, scale_in, scales, row, scale_stride, group_stride, i * CHUNK, WIDTH,
+                    result[i], most[i], out, scale_in, scales, row, scale_stride, group_stride, i * CHUNK, WIDTH,
                     TAIL if TAIL > 0 and i == len(result) - 1 else CHUNK, QUANT, GROUP, LARGEST, SCALING, HINT, SWIZZLED,
                 )  # fmt: skip
 
 
 @triton.jit
 def _quantise_chunk(
-    result, out, scale_in, scales, row, scale_stride, group_stride,
+    result, most, out, scale_in, scales, row, scale_stride, group_stride,
     START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, SCALING: tl.constexpr, HINT: tl.constexpr,
     SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     if QUANT == STATIC:
-        value = saturated(result * (1.0 / tl.load(scale_in)), LARGEST)
+        value = saturated(result * (1.0 / scale_in), LARGEST)
         write_chunk(out + _beside(row * WIDTH, GROUP), value, START, WIDTH, SIZE, GROUP, HINT)
     elif QUANT == PER_GROUP:
         _quantise_groups(
-            result, out + _beside(row * WIDTH, GROUP), scales + _beside(row * scale_stride, 0), group_stride,
+            result, most, out + _beside(row * WIDTH, GROUP), scales + _beside(row * scale_stride, 0), group_stride,
             START, WIDTH, SIZE, GROUP, LARGEST, SCALING, HINT,
         )  # fmt: skip
     elif QUANT == NVFP4:
-        _quantise_nvfp4(result, out, tl.load(scale_in), scales, _beside(row, GROUP), START, WIDTH, SIZE, SWIZZLED)
+        _quantise_nvfp4(result, most, out, scale_in, scales, _beside(row, GROUP), START, WIDTH, SIZE, SWIZZLED)
     else:
-        _quantise_mx(result, out, scales, _beside(row, GROUP), START, WIDTH, SIZE, QUANT)
+        _quantise_mx(result, most, out, scales, _beside(row, GROUP), START, WIDTH, SIZE, QUANT)
 
 
 @triton.jit
@@ -378,14 +394,13 @@ def _quantise_rows(
 
 @triton.jit
 def _quantise_groups(
-    result, out, scales, group_stride, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    result, most, out, scales, group_stride, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     GROUP: tl.constexpr, LARGEST: tl.constexpr, SCALING: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """One chunk in fp8, and the scales of its groups.
 
     For programs of one row: with several, Triton 3.6 was seen to store wrong scales (768 columns, two rows, two warps).
     """
-    most = tl.max(magnitude(result), axis=2).to(tl.float32, bitcast=True)
     own, inverse = quant_scale(most, LARGEST, SCALING)
     groups = START // GROUP + tl.arange(0, SIZE // GROUP)[None, :]
     tl.store(scales + groups.to(tl.int64) * group_stride, own, mask=groups * GROUP < WIDTH)
@@ -405,10 +420,10 @@ def _nearest(x):
 
 @triton.jit
 def _quantise_mx(
-    normed, out, scales, row, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, QUANT: tl.constexpr,
+    normed, most, out, scales, row, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """One chunk of (ROWS, SIZE / 32, 32) in an MX format, and the exponents of its groups."""
-    bits = tl.max(magnitude(normed), axis=2)[:, :, None]
+    bits = magnitude(most)[:, :, None]
     exponent = ((bits + 0x200000) >> 23) - (8 if QUANT == MXFP8 else 2)
     exponent = tl.minimum(tl.maximum(exponent, 0), 254)
     groups = START // 32 + tl.arange(0, SIZE // 32)[None, :, None]
@@ -450,10 +465,10 @@ def _e4m3(x):
 
 @triton.jit
 def _quantise_nvfp4(
-    normed, out, factor, scales, row, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SWIZZLED: tl.constexpr,
+    normed, most, out, factor, scales, row, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     """One chunk of (ROWS, SIZE / 16, 16) in NVFP4, and the scales of its groups: bytes, row by row or in tiles."""
-    bits = tl.max(magnitude(normed), axis=2)[:, :, None]
+    bits = magnitude(most)[:, :, None]
     whole = bits < 0x7F800000
     amax = tl.where(whole, bits, 0).to(tl.float32, bitcast=True)
     byte, own = _e4m3(tl.minimum(factor * (amax * (1.0 / 6.0)), 448.0))
