@@ -26,8 +26,8 @@ REPORT = "LAYERFUSE_REPORT"
 
 
 NOTHING_ON = (
-    "no fusion is on in SGLang by default here; `layerfuse plan MODEL --engine sglang` says which there are, and "
-    "LAYERFUSE_FUSIONS=add_rms_norm takes one"
+    "no fusion is on in SGLang by default here; `layerfuse plan MODEL --engine sglang` says which can stand in a model, "
+    "how much faster those are that were measured, and what switches them on"
 )
 
 
