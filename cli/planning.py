@@ -164,7 +164,10 @@ def plan_data(
     elif engine == "sglang":
         from ..engines.sglang import facts
 
-        around = facts.engine_of(entry.architectures, target=device, mixtures=stack_of(specs).mixtures.values())
+        kinds_said = entry.quant.values() if published else ()
+        methods = [kind.method for kind in kinds_said if {*kind.linears} != {"experts"}]
+        mixtures = stack_of(specs).mixtures.values()
+        around = facts.engine_of(entry.architectures, target=device, mixtures=mixtures, methods=methods)
     elif engine == "transformers" and published and any(map(_is_in_blocks, entry.quant.values())):
         from ..engines.transformers_facts import keeps
 

@@ -133,7 +133,7 @@ def _read(
     linears = [each for each in LINEARS if each in held and not _is_left_out(each, left, layers)]
     if not linears:
         raise UnreadError("it leaves out every linear that is known here")
-    kind = QuantKind(linears=linears, source=file, **reading(said))
+    kind = QuantKind(linears=linears, source=file, method=method, **reading(said))
     try:
         problems = list(kind.problems())
     except LayerfuseError as error:

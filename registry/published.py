@@ -44,6 +44,8 @@ class QuantKind:
     "Where that was read."
     block: list[int] | None = None
     "Output and input features that share a scale, of the schemes block, group and mx."
+    method: str | None = None
+    "`quant_method` of its `quantization_config`, by which engines choose what multiplies; None: it is not known."
 
     @property
     def quant(self) -> ActivationQuant | None:

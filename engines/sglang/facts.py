@@ -72,6 +72,18 @@ ADDS_ITSELF = frozenset({"GraniteMoeHybridForCausalLM", "MiniCPM3ForCausalLM", "
 EP = " or expert parallelism"
 
 
+STANDS_AT = "Fp8LinearMethod"
+"""The class that multiplies in SGLang at which fused ops can stand, alone (`seams.LINEARS`)."""
+
+MULTIPLY = {
+    "fp8": STANDS_AT,
+    "modelopt": "ModelOptFp8LinearMethod",
+    "compressed-tensors": "CompressedTensorsLinearMethod",
+    "quark": "QuarkLinearMethod",
+}
+"""`quant_method` of a checkpoint in fp8 -> the class that multiplies by its weights."""
+
+
 class SharedRouted(NamedTuple):
     """On which GPUs SGLang makes a model's one shared expert another routed one, unless it is told not to.
 
@@ -105,7 +117,11 @@ SHARED_ROUTED = {
 
 
 def engine_of(
-    architectures: Sequence[str] = (), *, target: Target | None = None, mixtures: Iterable[ExpertsSpec | None] = ()
+    architectures: Sequence[str] = (),
+    *,
+    target: Target | None = None,
+    mixtures: Iterable[ExpertsSpec | None] = (),
+    methods: Iterable[str | None] = (),
 ) -> Engine:
     """What a plan needs to know of SGLang.
 
@@ -113,6 +129,7 @@ def engine_of(
         architectures: of the model, as its config.json says them, or the class that SGLang has loaded.
         target: what the plan is for; None: it is not known.
         mixtures: of a model's layers, as its entry declares them; none where they were read, and say themselves how shared experts are run.
+        methods: `quant_method` of a checkpoint for its linears, None where it is not known; none: SGLang quantises them itself, or they were read.
     """
     mixture = next(filter(None, mixtures), None)
     shared = (_why_shared_routed(each, target, mixture) for each in architectures)
@@ -128,6 +145,8 @@ def engine_of(
         refuses.update(
             dict.fromkeys(gated, f"layerfuse knows no place in SGLang's Mixer2RMSNormGated, which {each} has")
         )
+    for why in filter(None, map(_why_not_multiplied, methods)):
+        refuses.update(dict.fromkeys([BLOCKS, *(name for name in SEAMS if name.endswith("_quant"))], why))
     engine = Engine(
         name="sglang",
         release=RELEASE,
@@ -160,6 +179,22 @@ def _why_shared_routed(architecture: str, target: Target | None, mixture: Expert
         return None
     apart = where.apart.removesuffix(EP) if target.vendor == "amd" else where.apart
     return f"by default SGLang makes this model's shared expert one of the routed ones on {target}, and runs no MLP for it; {apart} it does"
+
+
+def _why_not_multiplied(method: str | None) -> str | None:
+    """Why linears of a checkpoint with this `quant_method` take nothing that a fused op has quantised, as a sentence, or None where they do."""
+    by = MULTIPLY.get(str(method))
+    if by == STANDS_AT:
+        return None
+    alone = f"layerfuse stands at {STANDS_AT}'s alone"
+    if by is None:
+        of = (
+            "nothing says the checkpoint's quant_method"
+            if method is None
+            else f"the checkpoint's quant_method is {method}"
+        )
+        return f"not known: what multiplies these in SGLang, where {alone}; {of}"
+    return f"SGLang multiplies these by {by}, and {alone}"
 
 
 def _why_nothing(architecture: str) -> str | None:

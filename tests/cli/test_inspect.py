@@ -600,6 +600,7 @@ def test_modelopts_own_file_says_how_a_checkpoint_is_quantised_where_its_config_
             "weight": "float8_e4m3fn",
             "scheme": "tensor",
             "activation": "static",
+            "method": "modelopt",
             "source": f"hf_quant_config.json beside {asked}",
         }
         planned = json.loads(run("plan", asked, "--target", "sm90", "--engine", "vllm", "--json").out)

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import attrs
 import pytest
@@ -17,6 +18,7 @@ from layerfuse.engines.sglang.seams import SEAMS
 from layerfuse.fusion import FusionConfig, Target, plan
 from layerfuse.fusion.policy import Policy, shipped
 
+CHECKPOINTS = Path(__file__).parents[1] / "engines" / "checkpoints"
 ADD, GROUP = "add_rms_norm", "add_rms_norm_group_quant"
 INSIDE = {
     "latents": "mla_dual_rms_norm_group_quant",
@@ -258,3 +260,45 @@ def test_nothing_is_promised_in_shared_experts_that_sglang_runs_as_routed_ones(
     assert product["decision"] == kind and why in product["reason"]
     assert linear["decision"] != "expected" and (routed or kind == "refused")
     assert target != "sm90" or linear["reason"] == product["reason"]
+
+
+PER_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**PER_TENSOR, "dynamic": False},
+            "input_activations": {**PER_TENSOR, "dynamic": False},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "word", "why"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, "no", "by ModelOptFp8LinearMethod"),
+        (COMPRESSED, "no", "by CompressedTensorsLinearMethod"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "yes", None),
+    ],
+)
+def test_nothing_is_promised_to_linears_of_a_class_that_takes_nothing_quantised(
+    said, word, why, run, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "add_rms_norm_static_quant,silu_mul_static_quant")
+    config = json.loads((CHECKPOINTS / "qwen3-4b" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": said}), encoding="utf-8")
+    out = run("plan", tmp_path, "--engine", "sglang", "--target", "sm90").out
+    head, *rows = re.findall(r"^(fusion|add_rms_norm_static_quant|silu_mul_static_quant) (.*)$", out, re.MULTILINE)
+    assert len(rows) == 2 and word in head[1].split() and ("yes" in head[1].split()) == (why is None)
+    together = " ".join(out.split())
+    assert why is None or f"SGLang multiplies these {why}, and layerfuse stands at Fp8LinearMethod's alone" in together
+
+
+def test_a_quant_method_that_says_nothing_of_the_class_leaves_it_open():
+    for methods, of in (([None], "nothing says the checkpoint's quant_method"), (["torchao"], "is torchao")):
+        refuses = engine_of(methods=methods).refuses
+        assert refuses[GROUP].startswith("not known: ") and of in refuses[GROUP] and ADD not in refuses
+    assert GROUP not in engine_of(methods=["fp8"]).refuses

@@ -20,17 +20,19 @@ pytest.importorskip("sglang_layers")
 from sglang_layers import build_of, published_config  # isort: skip  (before sglang)
 import torch
 from sglang.kernels.ops.attention.fla import fused_norm_gate
-from sglang.srt.layers.quantization import fp8, fp8_utils
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization import fp8, fp8_utils, get_quantization_config
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.model_executor.runner_utils import capture_mode
 from test_sglang_plugin import ADD, LLAMA, fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
 from torch import Tensor, nn
 
+from layerfuse.adapters.activation_quant import ActivationQuant
 from layerfuse.engines import calls, standing
 from layerfuse.engines.native import NotNativeError, native, native_methods
-from layerfuse.engines.sglang import loading, plugin, readers
+from layerfuse.engines.sglang import facts, loading, plugin, readers
 from layerfuse.engines.sglang.loading import compiled_module_of
-from layerfuse.engines.sglang.seams import SEAMS
+from layerfuse.engines.sglang.seams import LINEARS, SEAMS
 from layerfuse.engines.standing import AWAY, NOT_TAKEN, at_first_call
 from layerfuse.fusion import Target
 
@@ -465,6 +467,45 @@ def test_a_product_that_would_change_the_dtype_is_given_the_plain_tensor(
         torch.testing.assert_close(model.forward(torch.arange(3)), own.forward(torch.arange(3)), rtol=2e-2, atol=2e-2)
     missed = done[0].report().of(f"{ADD}_group_quant").missed
     assert (len(missed), set(missed.values())) == (3, {NOT_TAKEN})
+
+
+SCALED = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+GROUPS = {
+    "group_0": {
+        "targets": ["Linear"],
+        "weights": {**SCALED, "dynamic": False},
+        "input_activations": {**SCALED, "dynamic": False},
+    }
+}
+QUARK = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "observer_cls": "PerTensorMinMaxObserver"}
+CHECKPOINT_CONFIGS: dict[str, dict[str, Any]] = {
+    "fp8": {"activation_scheme": "static"},
+    "modelopt": {"quant_algo": "FP8", "ignore": []},
+    "compressed-tensors": {"config_groups": GROUPS, "format": "float-quantized", "ignore": []},
+    "quark": {
+        "global_quant_config": {"weight": QUARK, "input_tensors": QUARK, "output_tensors": None},
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "exclude": [],
+        "export": {"kv_cache_group": [], "pack_method": "reorder"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", facts.MULTIPLY)
+def test_plans_name_the_class_that_multiplies_and_what_stands_there(name: str) -> None:
+    said = {"quant_method": name, "packed_modules_mapping": {}, **CHECKPOINT_CONFIGS[name]}
+    config = get_quantization_config(name).from_config(said)
+    linear = mock.Mock(spec=LinearBase)
+    hopper = [
+        f"{module}.get_device_capability" for module in ("torch.cuda", "sglang.srt.layers.quantization.quark.quark")
+    ]
+    with mock.patch(hopper[0], return_value=(9, 0)), mock.patch(hopper[1], return_value=(9, 0)):
+        linear.quant_method = config.get_quant_method(linear, "model.layers.0.self_attn.o_proj")
+    assert type(linear.quant_method).__name__ == facts.MULTIPLY[name]
+    linear._parameters = {"input_scale": torch.ones(1)}
+    made = readers.reader_of(linear, ActivationQuant.parse("static"), LINEARS.hook)
+    assert (made is not None) == (facts.MULTIPLY[name] == facts.STANDS_AT)
 
 
 def test_a_linear_that_is_not_sglangs_own_is_left_alone_and_named() -> None:

@@ -426,7 +426,7 @@ def test_linears_that_quantise_as_no_fusion_does_say_so() -> None:
     norms = [norm for spec in specs for norm in (*spec.input_norms, *spec.post_attention_norms)]
     assert {norm.quant for norm in norms} == {ActivationQuant(fixed="int8")}
     decisions = plan(specs, Target.named("sm90"), FusionConfig(level=2)).not_applicable("rms_norm_per_token_quant")
-    assert "the linears that read the input site quantise with int8" in {each.reason for each in decisions}
+    assert any(each.reason.startswith("the linears that read the input site quantise with int8") for each in decisions)
     mixtures = [spec.experts for spec in specs if spec.experts is not None]
     assert {str(mixture.activation).partition(",")[0] for mixture in mixtures} == {"int8"}
 
