@@ -308,13 +308,14 @@ def _backend_plugins() -> list[Finding]:
 
 
 def environment(*, on: str, has_torch: bool, engines: Iterable[str] = ()) -> list[Finding]:
-    """The variables of this library that are set and change what happens, and whether what they name exists.
+    """The variables of this library and the known ones of engines that are set and change what happens, and whether what they say can be read.
 
     Args:
         on: torch's device type here, where a forced backend must run.
         has_torch: without torch no backend is registered, so that none can be looked up.
         engines: those that are here, in which other fusions are on.
     """
+    from .engines.switches import switched
     from .fusion import FUSIONS, FusionConfig
     from .fusion.backends import ENVIRONMENT as BACKEND
     from .fusion.config import ENVIRONMENT as WANTED
@@ -346,7 +347,7 @@ def environment(*, on: str, has_torch: bool, engines: Iterable[str] = ()) -> lis
             findings.append(Finding(name=SHADOW, state="found", detail=f"{compared}, in fusion.compile alone"))
         except ArgumentError as error:
             findings.append(Finding(name=SHADOW, state="broken", detail=str(error)))
-    return findings
+    return [*findings, *(Finding(name=name, state=state, detail=said) for name, state, said in switched())]
 
 
 def _off_in(name: str, config: FusionConfig) -> str:

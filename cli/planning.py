@@ -367,10 +367,15 @@ def _linears(decided: Plan) -> list[str]:
     """What vLLM takes on Hopper for linears in blocks of 128, where that decides on what can be fused (engines/vllm/inside.py)."""
     if decided.engine is None or decided.engine.name != "vllm" or decided.target.arch != "sm90":
         return []
-    from ..engines.vllm.switches import BLOCKS_INSIDE
+    from ..engines.vllm.switches import BLOCK_LINEARS, BLOCKS_INSIDE, block_switch
 
     quants = (decided.config.quant_at(site) for site in decided.sites if site.linear is not None)
     blocks = [each for each in quants if each is not None and each.group_size == 128]
+    switch = block_switch()
+    if blocks and switch is not None and decided.engine.block_linears is not None:
+        return [
+            f"{switch} is off: {BLOCK_LINEARS[switch]} multiplies in {len(blocks)} linears with fp8 weights in blocks, as vLLM chooses then."
+        ]
     if any(each.inside for each in blocks) and not any(
         each.inside for _, each in decided.config.quant if each is not None
     ):
@@ -378,7 +383,7 @@ def _linears(decided: Plan) -> list[str]:
             f"FlashInfer is taken to be installed, with which vLLM quantises inside of {len(blocks)} linears; --quant group128 plans for DeepGEMM "
             f"({BLOCKS_INSIDE}=0), or without FlashInfer."
         ]
-    if not blocks or any(each.inside for each in blocks) or decided.engine.block_linears is not None:
+    if not blocks or any(each.inside for each in blocks):
         return []
     return [
         f"Where FlashInfer is installed, vLLM quantises inside of {len(blocks)} linears: --quant group128,inside plans that; "

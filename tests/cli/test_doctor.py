@@ -7,6 +7,7 @@ import torch
 
 from layerfuse import doctor
 from layerfuse.engines import defaults
+from layerfuse.engines.vllm.switches import BATCH_INVARIANT, BLOCKS_INSIDE, DEEP_GEMM
 from layerfuse.fusion import FUSIONS, policy
 from layerfuse.fusion.backends import aiter as amd
 
@@ -289,6 +290,25 @@ def test_how_many_calls_are_compared_is_checked(run, monkeypatch, calls, state, 
     assert found["state"] == state
     assert detail in found["detail"]
     assert answer.code == (state == "broken")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "state", "detail"),
+    [
+        (DEEP_GEMM, "0", "found", "0, CUTLASS multiplies linears in fp8 blocks on Hopper"),
+        (BLOCKS_INSIDE, "0", "found", "0, DeepGEMM multiplies linears in fp8 blocks on Hopper"),
+        (DEEP_GEMM, "1", "found", "1, as by default"),
+        (DEEP_GEMM, "false", "broken", "'false' is no number, which vLLM expects there"),
+        (BATCH_INVARIANT, "2", "found", "2, no fusion stands in vLLM"),
+        ("VLLM_ROCM_USE_AITER", "True", "found", "True, vLLM takes AITER's kernels"),
+        ("SGLANG_USE_AITER", "false", "found", "false, as by default"),
+    ],
+)
+def test_an_engines_switch_that_is_set_is_listed_without_the_engine(run, monkeypatch, name, value, state, detail):
+    monkeypatch.setenv(name, value)
+    answer = run("doctor", "--json")
+    found = json.loads(answer.out)["findings"][name]
+    assert found["state"] == state and found["detail"].startswith(detail) and answer.code == (state == "broken")
 
 
 def test_what_the_environment_forces_is_shown(run_python):

@@ -507,9 +507,11 @@ def test_figures_are_of_the_linears_that_vllms_switches_leave(run, monkeypatch, 
     assert not [note for note in notes if "Where FlashInfer is installed" in note]
     others = [note for note in notes if note.endswith(" were measured with vLLM 0.26.0; this is 0.33.")]
     assert len(others) == (linears == "CUTLASS") and not [note for note in others if "mla_decode" in note]
+    assert [note for note in notes if note.startswith(f"{switch} is off: {linears} multiplies in 305 linears")]
     # Models without such linears are the same with it.
     plain = ["kimi-k2.5", "--target", "sm90", "--tp", "8"]
     with_it = decisions(run, *plain)
+    assert switch not in run("plan", *plain, "--engine", "vllm").out
     monkeypatch.delenv(switch)
     assert decisions(run, *plain) == with_it
 

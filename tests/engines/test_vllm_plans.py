@@ -39,6 +39,7 @@ from layerfuse.cli.main import main
 from layerfuse.engines.host import enter
 from layerfuse.engines.loading import NotFusedError
 from layerfuse.engines.options import Options
+from layerfuse.engines.switches import SWITCHES
 from layerfuse.engines.vllm import loading, native_fusions
 from layerfuse.engines.vllm.decode_facts import WRAPPED, taking
 from layerfuse.engines.vllm.host import VLLM
@@ -81,6 +82,19 @@ def test_which_linears_vllm_asks_first_on_hopper_is_recorded() -> None:
     first = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA][0].__name__
     assert (first == "FlashInferFp8DeepGEMMDynamicBlockScaledKernel") is (RELEASES[RELEASE].inside == {"sm90"})
     assert envs.environment_variables[BLOCKS_INSIDE]() is True
+
+
+@newest
+@pytest.mark.parametrize("name", [name for name in SWITCHES if name.startswith("VLLM_")])
+def test_vllm_reads_its_switches_as_the_doctor_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+
+    read, switch = envs.environment_variables[name], SWITCHES[name]
+    monkeypatch.delenv(name, raising=False)
+    assert bool(read()) is switch.default
+    monkeypatch.setenv(name, "false")
+    with pytest.raises(ValueError) if switch.number else contextlib.nullcontext():
+        assert not read()
 
 
 @newest
