@@ -33,6 +33,8 @@ TARGETS = {
     "sm90": (GPUTarget("cuda", 90, 32), torch.float8_e4m3fn),
     "sm100": (GPUTarget("cuda", 100, 32), torch.float8_e4m3fn),
 }
+OLD = {"sm75": (GPUTarget("cuda", 75, 32), torch.float8_e4m3fn)}
+"""Without fp8, and without bfloat16 of its own."""
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -58,7 +60,7 @@ class Compiler:
     """Takes the place of `launcher.first`."""
 
     def __init__(self, name: str, early: bool) -> None:
-        self.target, self.early = TARGETS[name][0], early
+        self.target, self.early = (TARGETS | OLD)[name][0], early
         self.built: dict[str, Any] = {}
 
     def __call__(
@@ -120,7 +122,7 @@ def machine_code(binary: bytes) -> dict[str, int]:
 def built(name: str, op: str, widths: tuple[int, ...], step: int, early: bool = False) -> dict[str, Any]:
     """What one variant compiles to. Rows are column ranges of a projection with 64 columns more."""
     compiler = Compiler(name, early)
-    target, dtype = TARGETS[name]
+    target, dtype = (TARGETS | OLD)[name]
     launcher.first = compiler  # type: ignore[assignment]
     launcher.again = lambda *_: False  # type: ignore[assignment]
     launcher.wave = lambda _: target.warp_size  # type: ignore[assignment]
@@ -197,5 +199,6 @@ if __name__ == "__main__":
     found += [
         built("sm90", op, (7168,), SOME, early=True) for op in FORMS if op.startswith(("add_rms_norm", "rms_norm"))
     ]
+    found.append(built("sm75", "add_rms_norm_mxfp4_quant", (7168,), MANY))
     found.append(built("sm90", dual, (1001, 333), MANY))
     json.dump(found, sys.stdout)

@@ -78,7 +78,7 @@ def test_linears_become_machine_code_that_fits_everywhere() -> None:
 
 def test_every_variant_becomes_machine_code(kernels: list[dict[str, Any]]) -> None:
     for kernel in ("dual_norm", "row_norm", "gated_norm", "silu_mul"):
-        assert {built["target"] for built in kernels if built["kernel"] == kernel} == TARGETS
+        assert {built["target"] for built in kernels if built["kernel"] == kernel} - {"sm75"} == TARGETS
     assert len({built["op"] for built in kernels}) > 30
     assert all(kernel["binary"] > 1000 and kernel["spills"] == 0 for kernel in kernels)
 
@@ -107,11 +107,12 @@ def test_no_row_on_the_grid_is_read_element_by_element(kernels: list[dict[str, A
 def test_nvidia_rounds_in_pairs(kernels: list[dict[str, Any]]) -> None:
     """What is rounded before it is quantised, but for the largest magnitude of a row, which is one value."""
     quantised = [
-        k for k in kernels if k["target"].startswith("sm") and k["op"].partition("_with_")[0].endswith("_quant")
+        k for k in kernels if k["target"] in ("sm90", "sm100") and k["op"].partition("_with_")[0].endswith("_quant")
     ]
     assert {k["kernel"] for k in quantised} >= {"dual_norm", "row_norm", "gated_norm", "silu_mul"}
     assert all(k["in_pairs"] and k["rounded_singly"] <= 1 for k in quantised)
-    assert not any(k["in_pairs"] for k in kernels if not k["target"].startswith("sm"))
+    assert {k["in_pairs"] for k in kernels if k["target"] in ("sm75", "gfx942", "gfx950")} == {False}
+    assert any(k["target"] == "sm75" for k in kernels)
 
 
 def test_launches_of_256_rows_overlap(kernels: list[dict[str, Any]]) -> None:

@@ -47,12 +47,15 @@ _ROUND = tl.constexpr(
 _WIDEN = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
 
-def is_nvidia(_semantic: Any = None) -> tl.constexpr:
-    """Whether what is compiled is for NVIDIA: not in the interpreter."""
-    return tl.constexpr(_semantic is not None and _semantic.builder.options.backend_name == "cuda")
+def in_pairs(_semantic: Any = None) -> tl.constexpr:
+    """Whether what is compiled is for NVIDIA GPUs that round in pairs, from sm80 on: not in the interpreter."""
+    options = None if _semantic is None else _semantic.builder.options
+    if options is None or options.backend_name != "cuda":
+        return tl.constexpr(False)
+    return tl.constexpr(int("".join(filter(str.isdigit, options.arch))) >= 80)
 
 
-is_nvidia.__triton_builtin__ = True  # type: ignore[attr-defined] # is called with _semantic
+in_pairs.__triton_builtin__ = True  # type: ignore[attr-defined] # is called with _semantic
 
 
 @triton.jit
@@ -171,7 +174,7 @@ def write_rows(
 @triton.jit
 def wide(value):
     """In float32."""
-    if value.dtype == tl.bfloat16 and is_nvidia() and value.numel > 1:
+    if value.dtype == tl.bfloat16 and in_pairs() and value.numel > 1:
         return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [value], tl.float32, is_pure=True, pack=2)
     return value.to(tl.float32)
 
@@ -209,7 +212,7 @@ def weighted_by(values, weights, OFFSET: tl.constexpr):
 @triton.jit
 def rounded(value, TYPE: tl.constexpr):
     """In float32, as it comes back from memory in TYPE."""
-    if tl.bfloat16 == TYPE and is_nvidia() and value.numel > 1:
+    if tl.bfloat16 == TYPE and in_pairs() and value.numel > 1:
         return tl.inline_asm_elementwise(_ROUND, "=r,=r,r,r", [value], tl.float32, is_pure=True, pack=2)
     return value.to(TYPE).to(tl.float32)
 
@@ -294,7 +297,7 @@ def clamped(x, LARGEST: tl.constexpr):
 @triton.jit
 def saturated(x, LARGEST: tl.constexpr):
     """What becomes fp8 and is LARGEST at most: NVIDIA's conversion sees to that itself."""
-    if is_nvidia():
+    if in_pairs():
         return x
     return clamped(x, LARGEST)
 
