@@ -21,11 +21,14 @@ from attrs import evolve, frozen
 
 from ._version import version_text
 from .adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean
+from .adapters.variables import unknown_variables
 
 if TYPE_CHECKING:
     from .fusion import FusionConfig
 
 ENGINES = ("transformers", "vllm", "sglang")
+OVERLAP = "LAYERFUSE_PDL"
+"""As `fusion.backends.triton.launcher` reads it, which needs Triton."""
 
 
 @frozen(kw_only=True)
@@ -347,7 +350,37 @@ def environment(*, on: str, has_torch: bool, engines: Iterable[str] = ()) -> lis
             findings.append(Finding(name=SHADOW, state="found", detail=f"{compared}, in fusion.compile alone"))
         except ArgumentError as error:
             findings.append(Finding(name=SHADOW, state="broken", detail=str(error)))
+    findings += _of_engines()
+    for said in unknown_variables():
+        findings.append(Finding(name=cut(said.split()[0]), state="broken", detail=said.partition("set, and ")[2]))
     return [*findings, *(Finding(name=name, state=state, detail=said) for name, state, said in switched())]
+
+
+def _of_engines() -> list[Finding]:
+    """The variables that SGLang's plugin reads, and the one that every launch on NVIDIA does."""
+    from .engines.options import REPORT, STRICT, Options, OptionsError, strict_here
+
+    findings = []
+    if os.environ.get(STRICT, "").strip():
+        try:
+            said = "an expected fusion that is missed stops SGLang" if strict_here() else "nothing stops SGLang"
+            findings.append(Finding(name=STRICT, state="found", detail=said))
+        except OptionsError as error:
+            findings.append(Finding(name=STRICT, state="broken", detail=str(error)))
+    if report := os.environ.get(REPORT, "").strip():
+        try:
+            Options(report=report)
+            problem = f"{cut(report)} is a folder, and the report a file" if Path(report).is_dir() else None
+        except OptionsError as error:
+            problem = str(error)
+        detail = problem or f"{cut(report)}, where SGLang's report goes"
+        findings.append(Finding(name=REPORT, state="broken" if problem else "found", detail=detail))
+    if overlap := os.environ.get(OVERLAP, "").strip():
+        known = overlap in ("0", "1")
+        off = "no kernel starts while the one before it ends" if overlap == "0" else "as by default"
+        detail = f"{overlap}, {off}" if known else f"expected 0 or 1, got {cut(overlap)}, which is as 1"
+        findings.append(Finding(name=OVERLAP, state="found" if known else "broken", detail=detail))
+    return findings
 
 
 def _off_in(name: str, config: FusionConfig) -> str:

@@ -65,6 +65,8 @@ def app() -> None:
       LAYERFUSE_FUSIONS=none|all|NAME,...     which fusions are wanted: these alone
       LAYERFUSE_FUSIONS=+NAME,-NAME,...       beside what is on by default
       LAYERFUSE_BACKEND=NAME                  the one backend to use
+      LAYERFUSE_STRICT=1                      in SGLang: an expected fusion that is missed stops it
+      LAYERFUSE_REPORT=FILE                   in SGLang: where the report goes
       LAYERFUSE_SHADOW=N                      compare N calls of each fused op with its reference
       LAYERFUSE_PDL=0                         no kernel starts while the one before it ends
       LAYERFUSE_TRACEBACK=1                   show the traceback behind an error message
@@ -341,7 +343,7 @@ def doctor(json: bool) -> None:
     """Show what is installed and what that enables. Imports no engine, and not AITER.
 
     Exits with 1 where something installed cannot work: PyPI's unrelated `aiter`, a broken plugin, a LAYERFUSE_FUSIONS
-    or LAYERFUSE_BACKEND with an unknown name, or a LAYERFUSE_SHADOW that is no number.
+    or LAYERFUSE_BACKEND with an unknown name, another LAYERFUSE_* that nothing reads, or a value that cannot be read.
 
     \b
     Example:

@@ -13,6 +13,7 @@ import attrs
 from ..adapters.activation_quant import ActivationQuantError
 from ..adapters.errors import LayerfuseError, SpecError, cut, did_you_mean, shown
 from ..adapters.specs import ResidualSpec
+from ..adapters.variables import unknown_variables
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.config import ENVIRONMENT, NEEDS_LEVEL, FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
@@ -582,6 +583,8 @@ def answer_plan(
     from .models import found_model
 
     require_writable(svg)
+    for said in unknown_variables():
+        print(f"layerfuse: {said}", file=sys.stderr)
     entry, read = found_model(model, files)
     target, unsaid = (target, None) if target else target_for(engine)
     experts = experts_as_published(entry, quant)

@@ -198,6 +198,22 @@ def options_in(additional_config: Any) -> Options:
     return options
 
 
+STRICT, REPORT = "LAYERFUSE_STRICT", "LAYERFUSE_REPORT"
+"""Where an engine has no table for options."""
+
+
+def strict_here() -> bool:
+    """Whether the environment asks for `strict`.
+
+    Raises:
+        OptionsError: a value that says nothing.
+    """
+    said = os.environ.get(STRICT, "").strip().lower()
+    if said not in ("", "0", "1", "false", "true"):
+        raise OptionsError(f"{STRICT}: expected 0 or 1, got {shown(said)}")
+    return said in ("1", "true")
+
+
 def check_backend() -> None:
     """Check the backend that the environment forces.
 

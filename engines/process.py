@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
+from ..adapters.variables import unknown_variables
 from .host import here
 
 
@@ -47,6 +48,13 @@ def say_if_untested() -> None:
     host, said = here(), "layerfuse: %s %s is not tested (%s are); its hooks are as expected"
     if host.version().partition("+")[0] not in host.tested:
         once(logging.INFO, said, host.name, host.version(), ", ".join(host.tested))
+
+
+def say_unknown_variables() -> None:
+    """Warn once, on the first rank, of variables that look like this library's and are read by nothing."""
+    for said in unknown_variables():
+        if here().ranks()[0] == 0:
+            once(logging.WARNING, "layerfuse: %s", said)
 
 
 def leave_alone(reason: str) -> None:

@@ -11,19 +11,15 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...adapters.errors import LayerfuseError, shown
+from ...adapters.errors import LayerfuseError
 from .. import process
 from ..hooks import HookError, check, wrapped_by
 from ..host import enter
 from ..imports import when_imported
-from ..options import Options, OptionsError, check_backend
-from ..process import leave_alone, once, say_if_untested, troubled
+from ..options import REPORT, Options, check_backend, strict_here
+from ..process import leave_alone, once, say_if_untested, say_unknown_variables, troubled
 from .hooks import LOADED
 from .host import SGLANG, multiplies_by_the_largest_over_amax
-
-STRICT = "LAYERFUSE_STRICT"
-REPORT = "LAYERFUSE_REPORT"
-
 
 NOTHING_ON = (
     "no fusion is on in SGLang by default here; `layerfuse plan MODEL --engine sglang` says which can stand in a model, "
@@ -77,11 +73,7 @@ def options_here() -> Options:
         FusionConfigError: a fusion that does not exist.
         BackendError: `LAYERFUSE_BACKEND` names a backend that no op has.
     """
-    said = os.environ.get(STRICT, "").strip().lower()
-    if said not in ("", "0", "1", "false", "true"):
-        raise OptionsError(f"{STRICT}: expected 0 or 1, got {shown(said)}")
-    strict = said in ("1", "true")
-    options = Options(strict=strict, report=os.environ.get(REPORT, "").strip() or None)
+    options = Options(strict=strict_here(), report=os.environ.get(REPORT, "").strip() or None)
     if not options.says_nothing:
         options.config()
     check_backend()
@@ -92,6 +84,7 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When a model is loaded, of an engine or of its draft: plan, put in what is on, and report after the first run."""
     options = options_here()
     result = original(*args, **kwargs)
+    say_unknown_variables()
     runner = args[0]
     if process.this.off is not None:
         if options.strict:

@@ -25,7 +25,7 @@ from ..hooks import Hook, HookError, owner_of, stand_at, wrapped_by
 from ..host import enter
 from ..imports import when_imported
 from ..options import KEY, Options, is_off, options_in
-from ..process import leave_alone, once, say_if_untested, troubled
+from ..process import leave_alone, once, say_if_untested, say_unknown_variables, troubled
 from ..whose import module_of, package
 from .hooks import HOOKS
 from .host import VLLM
@@ -116,6 +116,8 @@ def _at_options(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     config = _argument(original, args, kwargs, "vllm_config")
     given = config.additional_config
     options = options_in(given)
+    with _quietly("reading the environment"):
+        say_unknown_variables()
     fusions = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
     if isinstance(given, dict) and options.fusions is None and fusions:
         # Into vLLM's hash, and to workers on other hosts.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from layerfuse import doctor
+from layerfuse.adapters.variables import VARIABLES
 from layerfuse.engines import defaults
 from layerfuse.engines.vllm.switches import BATCH_INVARIANT, BLOCKS_INSIDE, DEEP_GEMM
 from layerfuse.fusion import FUSIONS, policy
@@ -309,6 +310,34 @@ def test_an_engines_switch_that_is_set_is_listed_without_the_engine(run, monkeyp
     answer = run("doctor", "--json")
     found = json.loads(answer.out)["findings"][name]
     assert found["state"] == state and found["detail"].startswith(detail) and answer.code == (state == "broken")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "state", "detail"),
+    [
+        ("LAYERFUSE_STRICT", "true", "found", "an expected fusion that is missed stops SGLang"),
+        ("LAYERFUSE_STRICT", "yes", "broken", "LAYERFUSE_STRICT: expected 0 or 1, got 'yes'"),
+        ("LAYERFUSE_REPORT", "report.json", "found", "report.json, where SGLang's report goes"),
+        ("LAYERFUSE_REPORT", "..", "broken", ".. is a folder, and the report a file"),
+        ("LAYERFUSE_PDL", "0", "found", "0, no kernel starts while the one before it ends"),
+        ("LAYERFUSE_PDL", "off", "broken", "expected 0 or 1, got off, which is as 1"),
+        ("LAYERFUSE_FUSION", "none", "broken", "no variable is called that; did you mean 'LAYERFUSE_FUSIONS'"),
+    ],
+)
+def test_every_variable_is_checked(run, monkeypatch, name, value, state, detail):
+    monkeypatch.setenv(name, value)
+    answer = run("doctor", "--json")
+    found = json.loads(answer.out)["findings"][name]
+    assert found["state"] == state and found["detail"].startswith(detail) and answer.code == (state == "broken")
+
+
+def test_a_plan_names_a_variable_that_nothing_reads_and_help_those_that_exist(run, monkeypatch):
+    assert not run("plan", "qwen3-8b").err
+    monkeypatch.setenv("LAYERFUSE_FUSION", "none")
+    said = "layerfuse: LAYERFUSE_FUSION is set, and no variable is called that; did you mean 'LAYERFUSE_FUSIONS'"
+    assert run("plan", "qwen3-8b").err.startswith(said)
+    out = run("--help").out
+    assert all(f"  {name}=" in out for name in VARIABLES)
 
 
 def test_what_the_environment_forces_is_shown(run_python):

@@ -53,6 +53,14 @@ def test_else_it_waits_for_sglang_without_importing_it(asked: str | None) -> Non
     assert not said.stderr
 
 
+def test_a_variable_that_nothing_reads_is_named_once() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LAYERFUSE_")}
+    environment["LAYERFUSE_FUSION"] = "none"
+    twice = f"{LOADED}\nplugin._at_load(lambda runner: None, runner)"
+    said = subprocess.run([sys.executable, "-c", twice], env=environment, capture_output=True, text=True, check=True)
+    assert said.stderr.count("LAYERFUSE_FUSION is set, and no variable is called that; did you mean") == 1
+
+
 def test_where_nothing_is_on_what_plans_is_not_imported() -> None:
     """It takes longer than a start with nothing to do may."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LAYERFUSE_")}

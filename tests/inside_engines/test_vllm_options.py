@@ -18,6 +18,19 @@ from layerfuse.fusion import FusionConfig, FusionConfigError
 from layerfuse.fusion.backends import BackendError
 from layerfuse.fusion.policy import Policy, shipped
 
+AT_OPTIONS = """
+from types import SimpleNamespace
+from layerfuse.engines.vllm import plugin, register
+register()
+for _ in range(2):
+    plugin._at_options(lambda vllm_config: None, SimpleNamespace(additional_config={}))
+"""
+
+
+def test_a_variable_that_nothing_reads_is_named_once() -> None:
+    said = run_python(AT_OPTIONS, LAYERFUSE_FUSION="none")
+    assert said.stderr.count("LAYERFUSE_FUSION is set, and no variable is called that; did you mean") == 1
+
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
