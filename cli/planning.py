@@ -15,11 +15,12 @@ from ..adapters.errors import LayerfuseError, SpecError, cut, did_you_mean, show
 from ..adapters.specs import ResidualSpec
 from ..adapters.variables import unknown_variables
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
-from ..fusion.config import ENVIRONMENT, NEEDS_LEVEL, FusionConfigError
+from ..fusion.config import ENVIRONMENT, NEEDS_LEVEL, UNLESS, FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
 from ..fusion.engine import SPELT
 from ..fusion.formats import why_unknown
 from ..fusion.planning import ANY
+from ..fusion.policy import shipped
 from ..fusion.sites import EXPERTS, ROLES, UNREAD, sites_in_words, stack_of
 from ..fusion.steps.linear import HELD
 from .console import at_commas, prose_width, require_writable, show, write_text
@@ -221,6 +222,7 @@ def plan_data(
             *_leveled(decided),
             *_held(decided),
             *notes,
+            *_switched_on(decided),
         ],
         "published": [
             str(kind if published else attrs.evolve(kind, linears=["experts"]))
@@ -333,6 +335,25 @@ def _leveled(decided: Plan) -> list[str]:
     return [
         f"{ENVIRONMENT}={named} switches on what level 1 leaves off at {_count(off)}, {ENVIRONMENT}=all whatever can stand."
     ]
+
+
+def _switched_on(decided: Plan) -> list[str]:
+    """What to write where an engine has nothing on: the fusions that were measured together, with their figures, or how any is switched on."""
+    off = [each for each in decided.refused() if f" {UNLESS}: " in each.reason]
+    engine = decided.engine
+    if engine is None or engine.name not in ("vllm", "sglang") or decided.expected() or not off:
+        return []
+    names, figures = dict[str, None](), []
+    for row in shipped().measurement:
+        step = attrs.evolve(row, but=None, note=None, fusions=row.fusions[:1]).figure
+        quoted = [each.fusion for each in off if row.but is not None and step.partition(" (")[0] in each.reason]
+        if quoted and row.engine == engine.name:
+            names.update(dict.fromkeys(name for name in row.fusions if name in quoted))
+            figures.append(step)
+    if names:
+        return [f"{ENVIRONMENT}={','.join(names)} switches on what was measured together: {'; '.join(figures)}."]
+    table = """, as does --additional-config '{"layerfuse": {"fusions": ["+NAME"]}}'""" if engine.name == "vllm" else ""
+    return [f"No fusion is on here: {ENVIRONMENT}=+NAME switches on one that is off{table}."]
 
 
 def _held(decided: Plan) -> list[str]:

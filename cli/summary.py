@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..fusion.config import UNLESS
+from ..fusion.engine import SPELT
 from ..fusion.planning import ANY, UNKNOWN
 from ..fusion.sites import sites_in_words
 from .console import prose_width, show
@@ -79,6 +81,10 @@ def is_open(reason: str) -> bool:
 
 
 def _parts(reason: str) -> tuple[str, ...]:
+    off, unless, why = reason.partition(f" {UNLESS}: ")
+    if unless:  # said once of all that are off for the same reason: which these are, the table says
+        first = why[0] if why.startswith(tuple(SPELT.values())) else why[0].upper()
+        return (f"{off.partition(' is ')[2]} {UNLESS}. {first}{why[1:]}",)
     what, _, measured = reason.partition(MEASURED)
     return (what, f"{MEASURED[2:]}{measured}") if measured else (what,)
 

@@ -38,6 +38,10 @@ NEEDS_LEVEL = "needs optimisation level"
 """In the reason why a fusion is off by its level alone."""
 
 
+UNLESS = "unless switched on"
+"""In the reason why a fusion is off in an engine by default: behind its name and the engine's, in front of a colon and why."""
+
+
 class FusionConfigError(LayerfuseError, ValueError):
     """A switch or level that does not exist."""
 
@@ -289,7 +293,7 @@ class FusionConfig:
         if engine is not None:
             rows, off = (
                 shipped() if policy is None else policy,
-                f"{fusion.name} is off in {engine.name} unless switched on",
+                f"{fusion.name} is off in {engine.name} {UNLESS}",
             )
             if fusion.goes_with is not None and (measured is not None or not rows.of(fusion.name, engine.name)):
                 others = "fusions that quantise in the same way, and none is on"

@@ -37,7 +37,7 @@ def test_what_one_gets_is_in_the_first_twelve_lines_and_each_reason_once(run):
     asked = ["deepseek-v3", "--tp", 8, "--target", "sm90", "--engine", "vllm", "--quant", "none"]
     head, notes = re.split(r"\n\n +\[1\] ", run("plan", *asked).out)
     assert len(head.splitlines()) <= 12
-    assert notes.count("unless switched on: vLLM's compiler merges the add") == 1
+    assert notes.count("unless switched on. vLLM's compiler merges the add") == 1
     assert notes.count("do not quantise what they read, as was said") == 2, "of two sites"
     assert all(len(line) <= 100 for line in notes.splitlines())
 
@@ -487,10 +487,8 @@ def test_the_head_names_the_engine_and_its_release(run, asked, engine):
 
 def test_an_engine_says_what_is_off_there_and_why(run):
     out = said(run("plan", "kimi-k2.5", "--target", "gfx950", "--engine", "vllm"))
-    assert "] 61 sites: mla_dual_rms_norm is off in vllm unless switched on: vLLM's compiler merges" in out
-    assert (
-        "add_rms_norm is off in vllm unless switched on: vLLM's compiler merges the add into the norm by itself" in out
-    )
+    assert "] 61 sites: off in vllm unless switched on. vLLM's compiler merges the two plain norms" in out
+    assert "sites: off in vllm unless switched on. vLLM's compiler merges the add into the norm by itself" in out
 
 
 def test_what_vllm_does_not_compile_is_refused_beforehand_with_the_reason(run):
@@ -502,7 +500,7 @@ def test_what_vllm_does_not_compile_is_refused_beforehand_with_the_reason(run):
     for other in (["--engine-version", "0.26"], ["--target", "gfx950"]):
         assert "breakable" not in said(run(*asked, *other)) and where not in said(run(*asked, *other))
     assert f"enforce_eager is set: vLLM compiles nothing: {where}" in said(run(*asked, "--enforce-eager"))
-    refused = "rms_norm_per_token_quant is off in vllm unless switched on: it was not benchmarked in vllm where that compiles nothing"
+    refused = "off in vllm unless switched on. It was not benchmarked in vllm where that compiles nothing"
     assert refused in said(run(*asked, "--enforce-eager", "--quant", "per_token"))
 
 

@@ -302,3 +302,29 @@ def test_a_quant_method_that_says_nothing_of_the_class_leaves_it_open():
         refuses = engine_of(methods=methods).refuses
         assert refuses[GROUP].startswith("not known: ") and of in refuses[GROUP] and ADD not in refuses
     assert GROUP not in engine_of(methods=["fp8"]).refuses
+
+
+def test_what_is_off_is_one_reason_and_the_names_to_write_come_last_with_their_figures(run, monkeypatch):
+    monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
+    out = run("plan", "deepseek-v3", "--tp", 8, "--target", "h100", "--engine", "sglang").out
+    together = " ".join(out.split())
+    dense, mixtures = (
+        next(row for row in shipped().measurement if row.engine == "sglang" and row.mixtures == kind)
+        for kind in (False, True)
+    )
+    assert together.count("unless switched on. Steps of prompts") == 2  # of dense layers, and of mixtures
+    names = dense.fusions
+    assert f"LAYERFUSE_FUSIONS={','.join(names)} switches on" in re.sub(r",\s+", ",", out)
+    for row in (dense, mixtures):
+        step = attrs.evolve(row, but=None, note=None, fusions=names[:1]).figure
+        assert together.rpartition("switches on what was measured together")[2].count(step) == 1
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join(names))
+    assert "switches on" not in run(*HERE).out
+
+
+def test_a_plan_for_vllm_where_nothing_is_on_says_how_to_switch_on(run, monkeypatch):
+    monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
+    last = "No fusion is on here: LAYERFUSE_FUSIONS=+NAME switches on one that is off"
+    for model, off in (("qwen3-4b", True), ("deepseek-v3", False)):
+        notes = json.loads(run("plan", model, "--target", "h100", "--engine", "vllm", "--json").out)["notes"]
+        assert notes[-1].startswith(last) is off
