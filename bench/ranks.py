@@ -218,7 +218,9 @@ def need_torch() -> Any:
         import torch
         import torch._dynamo
     except ModuleNotFoundError as error:
-        raise CannotMeasureError(f"{error.name} is not installed; pip install 'layerfuse[torch]'") from None
+        raise CannotMeasureError(
+            f"{error.name} is not installed; pip install torch, or pip install '.[torch]' in a checkout of layerfuse"
+        ) from None
     return torch
 
 

@@ -286,8 +286,20 @@ def verify(
     answer_verify(names, all_small=all_small, files=files, device=device, json=json)
 
 
+def _config(_: click.Context, __: click.Parameter, config: Path) -> Path:
+    """A path that exists; of a declared model, which commands say what it holds."""
+    if not config.exists():
+        from ..registry.entries import Entries
+
+        name = str(config).lower()
+        declared = any(name in head.names for head in Entries.shipped().heads.values())
+        other = f"; it is a declared model, which `layerfuse specs {config}` and `layerfuse plan {config}` show"
+        raise click.BadParameter(f"Path {str(config)!r} does not exist{other if declared else '.'}")
+    return config
+
+
 @_command("Read a config.json, and print a models.toml entry for it")
-@click.argument("config", type=click.Path(exists=True, path_type=Path))
+@click.argument("config", type=click.Path(path_type=Path), callback=_config)
 @click.option("--name", help="What to call the model in the entry.")
 @click.option(
     "--layer",

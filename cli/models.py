@@ -76,7 +76,7 @@ def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
 
 
 def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str | None]:
-    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder, and the path of that.
+    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder, and the file that says how its checkpoint is quantised.
 
     A model that ships with the library is read alone: looking for plugins would take longer than everything else that
     `plan` does.
@@ -100,13 +100,17 @@ def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str 
                 raise NoConfigError(name, error.known) from None
             raise
     found = inspected(Path(config), registry)
+    from ..registry.inspect import MODELOPT
+
+    beside = any(kind.source.startswith(MODELOPT) for kind in found.entry.quant.values())
+    says = os.path.join(os.path.dirname(config), MODELOPT) if beside else config
     if found.unread is not None:
         print(f"layerfuse: {config}: {found.unread}", file=sys.stderr)
     if found.same_as:
         import attrs
 
         # The layers of a declared model; how this copy of it is quantised, its own config says.
-        return attrs.evolve(registry.model(found.same_as[0]), quant=found.entry.quant), config
+        return attrs.evolve(registry.model(found.same_as[0]), quant=found.entry.quant), says
     said = f"layerfuse: {config} was read alone; `layerfuse inspect` holds what it says to the model's own code"
     print(said, file=sys.stderr)
-    return found.entry, config
+    return found.entry, says

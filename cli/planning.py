@@ -42,7 +42,7 @@ ENGINE_TARGET = "sm90"
 """Of those where torch can use no GPU: H100s and H200s run most of them."""
 
 LARGEST_TP_LISTED = 64
-_SHOWN = ("fusions", "off", "rows", "paths", "read", "planned_for")
+_SHOWN = ("fusions", "off", "rows", "paths", "read", "asked_quant", "planned_for")
 _WORDS = {"expected": "yes", "fallback": "fallback", "off": "off", "refused": "no", "not_applicable": "not applicable"}
 _STYLES = {"expected": "green", "fallback": "cyan", "off": "yellow", "refused": "red", "not_applicable": "dim"}
 
@@ -420,9 +420,17 @@ def show_plan(data: dict[str, Any], to: Console, verbose: bool = False) -> None:
     about = ", ".join(filter(None, [data["hf_id"], f"adapter {data['adapter']}"]))
     to.print(Text.assemble((data["model"], "bold"), f" ({about})"))
     within = "" if data["planned_for"] is None else f", engine {data['planned_for']}"
+    asked = dict.fromkeys(data.get("asked_quant", ()))
+    within += f", --quant {NO_QUANT}" if NO_QUANT in asked else ""
     to.print(
         f"rank {data['rank']} of {data['tp']}, {data['num_hidden_layers']} decoder layers, target {_target(data)}{within}"
     )
+    for words in asked:
+        role, _, how = words.rpartition("=")
+        if words != NO_QUANT:
+            reads = "as they are" if how.strip() == NO_QUANT else str(_quant_of(how, words))
+            where = f"at {role}" if role else "of every role"
+            show(Text(f"as --quant {words} says: activations {where} {reads}"), to, prose_width(to))
     if data["published"]:
         where = "as published" if data["read"] is None else f"as {data['read']} says"
         said = f"{where} (see --quant): {' | '.join(data['published'])}"
@@ -622,7 +630,7 @@ def answer_plan(
         engine_version=engine_version,
         enforce_eager=enforce_eager,
     )
-    data["read"] = read
+    data["read"], data["asked_quant"] = read, quant
     data["notes"] = [*filter(None, [unsaid]), *data["notes"]]
     if asked:
         from .attention import Asked, attention_data

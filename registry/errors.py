@@ -77,8 +77,13 @@ class UnknownModelError(UnknownNameError):
 
     @property
     def closest(self) -> tuple[str, ...]:
-        """The names that are most like it."""
-        return tuple(closest(cut(self.name.lower(), 200), self.known))
+        """The names that are most like it; of an id those that its last part begins with, the longest first, else its last part is compared."""
+        name = cut(self.name.lower(), 200)
+        last = name.rpartition("/")[2]
+        if near := closest(name, self.known):
+            return tuple(near)
+        begins = sorted((each for each in self.known if last.startswith(each.lower())), key=len, reverse=True)
+        return tuple(begins[:3] or closest(last, self.known))
 
     def __str__(self) -> str:
         near = f"; did you mean {' or '.join(self.closest)}?" if self.closest else "."

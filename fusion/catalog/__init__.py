@@ -48,7 +48,7 @@ class UnknownFusionError(UnknownNameError, KeyError):
     """No fusion has this name. `known` holds the names of the catalog."""
 
     def __str__(self) -> str:
-        others = did_you_mean(self.name, self.known) or f". Known: {', '.join(self.known)}."
+        others = did_you_mean(self.name, self.known) or f". `layerfuse bench --list` lists all {len(self.known)}."
         return f"no fusion is called {shown(self.name)}{others}"
 
 

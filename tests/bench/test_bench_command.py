@@ -110,7 +110,7 @@ def test_in_the_repository_they_go_to_its_results(type_in, tmp_path):
         (["mla_dual_rmsnorm"], 2, "no fusion is called 'mla_dual_rmsnorm'; did you mean 'mla_dual_rms_norm'"),
         (["few_token_linear"], 2, "few_token_linear stands in engines alone, and is measured by scripts of the repos"),
         (["mla_decode"], 2, "mla_decode stands in engines alone, and is measured by scripts of the repository: few"),
-        (["nosuch"], 2, "no fusion is called 'nosuch'. Known: "),
+        (["nosuch"], 2, "no fusion is called 'nosuch'. `layerfuse bench --list` lists all"),
         (["mla_dual_rms_norm", *TINY, "--peers", "eagr"], 2, "no peer is called 'eagr'; did you mean 'eager'?"),
         (["mla_dual_rms_norm", "--model", "deepseek-v4"], 2, "did you mean deepseek-v3 or"),
         (["mla_dual_rms_norm", "--model", "deepseek-v2-lite"], 2, "q_lora_rank is None"),
@@ -170,4 +170,6 @@ def test_without_matplotlib_the_plot_is_left_out_and_said_so(tmp_path):
 def test_without_torch_it_says_how_to_install_it(tmp_path, fusion):
     done = in_a_python_without("torch", f"from layerfuse.cli import main; main(['bench', '{fusion}'])", tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "layerfuse: torch is not installed; pip install 'layerfuse[torch]'\n"
+    assert done.stderr == (
+        "layerfuse: torch is not installed; pip install torch, or pip install '.[torch]' in a checkout of layerfuse\n"
+    )

@@ -625,3 +625,11 @@ def test_modelopts_own_file_says_how_a_checkpoint_is_quantised_where_its_config_
     other = tmp_path / "other.json"
     other.write_text(json.dumps(config), encoding="utf-8")
     assert "float8_e4m3fn" not in run("inspect", other).out
+
+
+def test_the_name_of_a_declared_model_is_no_config_and_what_shows_it_is_said(run):
+    for name in ("deepseek-v3", "deepseek-ai/DeepSeek-V3"):
+        answer = run("inspect", name)
+        assert answer.code == 2
+        assert f"`layerfuse specs {name}` and `layerfuse plan {name}` show" in " ".join(answer.err.split())
+    assert "declared" not in run("inspect", "nowhere").err

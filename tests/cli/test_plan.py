@@ -623,7 +623,7 @@ def test_a_config_is_a_model_too(run, tmp_path, monkeypatch):
         {re.sub(r" +|─+", " ", line) for line in re.sub(r"\n {4,}", " ", each).splitlines()}
         for each in (declared.out, unquantised)
     )
-    assert lines ^ others and all("activation" in line for line in lines ^ others)
+    assert lines ^ others and all("activation" in line or line.startswith("rank ") for line in lines ^ others)
     assert declared.err == ""
     assert run("plan", KIMI_CONFIG.parent, "--tp", 8).out == declared.out
     config = json.loads(KIMI_CONFIG.read_text(encoding="utf-8"))
@@ -642,3 +642,23 @@ def test_a_config_is_a_model_too(run, tmp_path, monkeypatch):
     wrong = run("plan", folder)
     assert wrong.code == 1 and "kv_lora_rank" in wrong.err
     assert run("plan", folder / "none" / "config.json").code == 2
+
+
+def test_the_head_names_the_file_that_was_read_and_what_quant_made_of_it(run, tmp_path):
+    folder = Path(__file__).parents[1] / "engines" / "checkpoints" / "qwen3-4b"
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    held = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": held}), encoding="utf-8")
+    head = "".join(run("plan", tmp_path).out.split("\n\n")[0].split())
+    assert f"as{beside}says(see--quant):" in head
+    out = said(run("plan", "deepseek-v3", "--target", "b200", "--quant", "nvfp4", "--quant", "latents=none"))
+    assert "as --quant nvfp4 says: activations of every role nvfp4" in out
+    assert "as --quant latents=none says: activations at latents as they are" in out
+    assert "as --quant" not in said(run("plan", "deepseek-v3"))
+
+
+def test_an_id_is_held_to_the_names_that_its_last_part_begins_with(run):
+    answer = run("plan", "deepseek-ai/DeepSeek-V3-0324")
+    assert answer.code == 2 and "did you mean deepseek-v3?" in answer.err
+    assert "did you mean" not in run("plan", "nobody/nothing-like-it").err
