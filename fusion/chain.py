@@ -219,6 +219,11 @@ class Fusion:
         return (*reversed(range(sources)), *range(sources, len(self.chain)))
 
     @cached_property
+    def length(self) -> int:
+        """How long its chain is: of several that could be taken at a site the longest is."""
+        return sum(step.length for step in self.chain)
+
+    @cached_property
     def norms(self) -> tuple[Step, ...]:
         """The norms of the chain, in the order of the site's."""
         return tuple(step for step in self.chain if step.is_norm)

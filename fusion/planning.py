@@ -18,7 +18,7 @@ from ..adapters.activation_quant import ActivationQuant
 from ..adapters.arguments import check_whole, expect
 from ..adapters.errors import ArgumentError, ArgumentValueError, did_you_mean, shown
 from ..adapters.layer_specs import LayerSpec
-from ..adapters.specs import AnySpec, FinalNormSpec, KernelSpec, LinearSpec, ResidualSpec
+from ..adapters.specs import AnySpec, FinalNormSpec, KernelSpec, LinearSpec, MLASpec, ResidualSpec
 from .alike import PLACE, Alike
 from .catalog import FUSIONS
 from .chain import LAYERFUSE, Fusion
@@ -28,7 +28,18 @@ from .engine import SPELT, Engine
 from .legality import legality
 from .limits import TokenLimit
 from .policy import At, Measurement, Policy, shipped
-from .sites import ACTIVATION, LINEAR, OwnSites, Site, decode_sites, linear_sites, mixture_sites, sites_of, stack_of
+from .sites import (
+    ACTIVATION,
+    LINEAR,
+    OwnSites,
+    Site,
+    decode_sites,
+    latents_of,
+    linear_sites,
+    mixture_sites,
+    sites_of,
+    stack_of,
+)
 from .steps import Kind, Legality
 from .target import Target
 
@@ -495,7 +506,7 @@ class _Decider:
         )
         legalities = {f: self._legality(f, at) for f in self._fusions if site.role in f.roles}
         # The longest chain first; of equal ones the catalog's first. What is left of the token counts goes on.
-        wanted = sorted((f for f, v in legalities.items() if v.kind == "expected"), key=lambda f: -len(f.chain))
+        wanted = sorted((f for f, v in legalities.items() if v.kind == "expected"), key=lambda f: -f.length)
         first: int | None = 1
         taken: dict[Fusion, list[Row]] = {}
         holders: list[str] = []
@@ -569,6 +580,8 @@ class _Decider:
 
     def _legality(self, fusion: Fusion, at: At) -> Legality:
         site, quant = at.site, at.quant
+        if isinstance(site.spec, MLASpec) and any(step.reads_latents for step in fusion.chain):
+            quant = self._config.quant_at(latents_of(site.layer, site.spec))
         found = legality(fusion, site, self._target, quant, site.role in self._declared)
         unread = None if fusion.format is None else self._why_not_read(site, quant)
         if fusion.format is None and site.role == ACTIVATION and self._engine is not None and self._engine.experts:

@@ -301,7 +301,7 @@ def sites_of(layer: str, spec: AnySpec, stack: Stack = Stack()) -> tuple[Site, .
         reason = f"an inner kernel layer knows no norms; ask {spec.outer}"
         return (Site(layer=layer, role=LATENTS, norms=(), spec=spec, unknown=reason),)
     if isinstance(spec, MLASpec):
-        return (_latents(layer, spec),)
+        return (latents_of(layer, spec),)
     if isinstance(spec, GQASpec) and spec.q_norm is not None and spec.k_norm is not None:
         shared = "it reads the keys of an earlier layer, and norms none of its own" if spec.shares_kv else None
         return (Site(layer=layer, role=QK, norms=(spec.q_norm, spec.k_norm), spec=spec, absent=shared),)
@@ -359,7 +359,8 @@ def _scanned(layer: str, spec: Mamba2Spec) -> Site:
     return Site(layer=layer, role=OUTPUT, norms=(attrs.evolve(norm, width=spec.local_intermediate_size),), spec=spec)
 
 
-def _latents(layer: str, spec: MLASpec) -> Site:
+def latents_of(layer: str, spec: MLASpec) -> Site:
+    """The site of both latent norms of an MLA layer; its path is `layer`."""
     if spec.q_norm is None:
         reason = "q_lora_rank is None: there is no query latent norm to pair"
         return Site(layer=layer, role=LATENTS, norms=(spec.kv_norm,), spec=spec, absent=reason)

@@ -100,6 +100,7 @@ _LINEARS = Arm(options={"few_token_linears": True})
 _DECODE, _FP8_CACHE = {"decode": Arm(("mla_decode",))}, {"kv_cache_dtype": "fp8"}
 # By the layer that DeepSeek-V3 has for it, which drafts one for each sequence in every step.
 _DRAFT = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+_QUANTISED_DECODE = {"quantised_decode": Arm(("+mla_decode_group_quant",))}
 _BLOCKS_MLA = {
     **_BLOCKS,
     "without_decode": Arm(("-mla_decode",)),
@@ -152,7 +153,7 @@ _M3_SEAMS = {
 _K3_SEAMS = {"norms": Arm(("gated_rms_norm",)), "seams": Arm(("gated_rms_norm", "mla_dual_rms_norm"))}
 STAGES = {
     # The shapes that are served: what one rank holds, with random weights, on one GPU.
-    "deepseek-v3-rank8-dense": Stage("deepseek-v3-rank8-dense", _BLOCKS_MLA, _WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
+    "deepseek-v3-rank8-dense": Stage("deepseek-v3-rank8-dense", _BLOCKS_MLA | _QUANTISED_DECODE, _WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
     "deepseek-v3-rank8-mixture": Stage("deepseek-v3-rank8-mixture", _BLOCKS_MLA | _WITHOUT, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=2 << 30, needs=230),
     "deepseek-v3-dp-dense": Stage("deepseek-v3-dp-dense", _BLOCKS_MLA, _WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
     "deepseek-v3-dp-mixture": Stage("deepseek-v3-dp-mixture", _BLOCKS_MLA, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=2 << 30, needs=230),
@@ -181,8 +182,8 @@ STAGES = {
     "minimax-m3-rank8-dense-fp8": Stage("minimax-m3-rank8-dense-fp8", _M3_SEAMS, _OWN_WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
     "minimax-m3-rank8-mixture-fp8": Stage("minimax-m3-rank8-mixture-fp8", _M3_SEAMS, _OWN_WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
     # The same with a token drafted, and with caches in fp8.
-    "deepseek-v3-rank8-dense-draft": Stage("deepseek-v3-rank8-dense", _INSTALLED_MLA, variables=_SKIP, engine=_UNTRIED | _DRAFT, needs=230),
-    "deepseek-v3-rank8-dense-fp8-cache": Stage("deepseek-v3-rank8-dense", _INSTALLED_MLA, variables=_SKIP, engine=_UNTRIED | _FP8_CACHE, needs=230),
+    "deepseek-v3-rank8-dense-draft": Stage("deepseek-v3-rank8-dense", _INSTALLED_MLA | _QUANTISED_DECODE, variables=_SKIP, engine=_UNTRIED | _DRAFT, needs=230),
+    "deepseek-v3-rank8-dense-fp8-cache": Stage("deepseek-v3-rank8-dense", _INSTALLED_MLA | _QUANTISED_DECODE, variables=_SKIP, engine=_UNTRIED | _FP8_CACHE, needs=230),
     "kimi-k2.5-rank8-mixture-fp8-cache": Stage("kimi-k2.5-rank8-mixture", _INSTALLED_MLA, engine=_UNTRIED | _FP8_CACHE, needs=100),
     # Attention alone.
     "mla16": Stage("mla-16", _DECODE, _KERNELS),

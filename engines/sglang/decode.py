@@ -308,6 +308,10 @@ class DecodePlacement(Placement):
         """Why a decode step went SGLang's way; None where there was none."""
         return self.layers[site].why
 
+    def told(self, counted: Counter[str]) -> Counter[str]:
+        """Without the launch that quantises the query latent, which is another fusion's op elsewhere and a part of this one here."""
+        return super().told(Counter({op: n for op, n in counted.items() if op != MLA_NORM_ROPE_CACHE_GROUP_QUANT.name}))
+
     def covers(self, site: Site) -> bool:
         """Both latent norms of a layer that has decoded."""
         layer = self.layers.get(f"{site.layer}:{DECODE}") if site.role == LATENTS else None

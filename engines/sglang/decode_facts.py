@@ -17,6 +17,10 @@ from ..hooks import Hook
 
 NAME = "mla_decode"
 
+QUANTISED = "mla_decode_group_quant"
+BY_ITSELF = f"inside SGLang {NAME} quantises the query latent itself where q_b_proj takes it so"
+"""Why its quantised form has no place."""
+
 CLASS = ("sglang.srt.models.deepseek_v2", "DeepseekV2AttentionMLA")
 """Module and class of what it stands in, and of no class derived from it."""
 
@@ -176,5 +180,7 @@ def planned(engine: Engine, architectures: Iterable[str]) -> Engine:
     """An engine with a place for it in the MLA layers of a model of which only the names are known, or with the reason why there is none."""
     given = frozenset(architectures)
     why = WHY["sparse"] if SPARSE_MODELS & given else WHY["class"] if given and not HOLDERS & given else None
-    refuses = engine.refuses if why is None or "*" in engine.refuses else {**engine.refuses, DECODE: why}
+    refuses = {**engine.refuses, QUANTISED: BY_ITSELF}
+    if why is not None and "*" not in engine.refuses:
+        refuses[DECODE] = why
     return attrs.evolve(engine, decodes=True, refuses=refuses)

@@ -21,16 +21,22 @@ from torch import nn
 
 from ...adapters.specs import MLASpec
 from ...fusion.planning import Plan, plan
+from ...fusion.report import Use
 from ...fusion.sites import DECODE
 from ..host import here
 from ..native import NotNativeError, native, native_call
 from ..placement import Placement, why_apart
 from ..process import once
 from ..seams import seam_of
-from .decode_facts import ATTENTION, CHANGED, CLASS, LEFT, NAME, SEAM, WHY, WRITE, taking, why_not_here
+from .decode_facts import ATTENTION, CHANGED, CLASS, LEFT, NAME, QUANTISED, SEAM, WHY, WRITE, taking, why_not_here
 from .seams import SEAMS
 
 _loaded = count(1)
+
+LATENT_UNREAD = (
+    "no graph shows q_b_proj's product behind the latent's norm as vLLM 0.26 and 0.33 have it: it quantises by itself"
+)
+"""Why a layer whose query latent was to be quantised has the plain form."""
 
 BYPASSED = frozenset({"q_a_layernorm", "kv_a_layernorm", "rotary_emb", "mla_attn"})
 """The children of vLLM's wrapper that our forward does not call."""
@@ -49,20 +55,27 @@ class DecodePlacement(Placement):
     "Why no layer is ours, as a sentence, or None where all are."
     made: list[Any] = field(factory=list, repr=False)
     "A `decode_ops.Layer` for each."
+    quantised: frozenset[str] = frozenset()
+    "The layers whose query latent is to be quantised in the same launch."
 
     @classmethod
     def of(cls, module: nn.Module, decided: Plan, vllm_config: Any) -> DecodePlacement | None:
         """What is to be done in a module; None where its plan expects it nowhere. Nothing changes yet, and what is decided here holds."""
-        sites = [decided.site[each.site] for each in decided.expected(NAME)]
+        quantised = {decided.site[each.site].layer for each in decided.expected(QUANTISED)}
+        sites = [decided.site[each.site] for name in (NAME, QUANTISED) for each in decided.expected(name)]
         if not sites:
             return None
         layers: Any = {site.layer: site.spec for site in sites}
-        placed = cls(module=module, layers=layers, vllm_config=vllm_config)
+        placed = cls(module=module, layers=layers, vllm_config=vllm_config, quantised=frozenset(quantised))
         placed.why_not = placed._why_not_together(placed._why_not_here())
         return placed
 
     def _problems(self) -> Iterator[str]:
         problem = why_not_here(self.vllm_config) or SEAM.why_not()
+        if problem is None and self.quantised:
+            from . import inside
+
+            problem = inside.why_not()
         if problem is not None:
             yield problem
             return
@@ -108,7 +121,10 @@ class DecodePlacement(Placement):
             from .decode_trial import difference
 
             waiting: set[str] = set()
-            self.made = [_layer(self._wrapper(path), spec, ops, waiting) for path, spec in self.layers.items()]
+            self.made = [
+                _layer(self._wrapper(path), spec, ops, waiting, path in self.quantised)
+                for path, spec in self.layers.items()
+            ]
             waiting.update(layer.name for layer in self.made)
             ops.try_out(self.made, self.vllm_config)
             return difference(self.made, self.vllm_config)
@@ -166,6 +182,31 @@ class DecodePlacement(Placement):
             calls[layer.op] = layer.calls
         return found
 
+    def fusions_at(self, site: str) -> tuple[str, str]:
+        """The form that quantises stands where a graph holds its op, and the plain one otherwise."""
+        path = site.removesuffix(f":{DECODE}")
+        if path not in self.quantised:
+            return NAME, NAME
+        layer = dict(zip(self.layers, self.made, strict=False)).get(path)
+        return QUANTISED, QUANTISED if layer is None or layer.quantises or not layer.calls else NAME
+
+    def uses(self, run: str) -> Iterator[Use]:
+        """As ever, with what no graph quantises among the misses."""
+        for site in self.ran:
+            if len({*self.fusions_at(site)}) == 2:
+                self.missed[site] = LATENT_UNREAD
+        yield from super().uses(run)
+
+    def told(self, counted: Counter[str]) -> Counter[str]:
+        """Calls as ever; a layer that quantises is counted by the op that does, and not by those of its decode steps."""
+        told = super().told(counted)
+        if self.quantised:
+            from . import decode_ops as ops
+
+            ran = sum(self.ran.values(), Counter())
+            told = Counter({op: ran[op] if op in ops.COUNTED else n for op, n in told.items()})
+        return +told
+
     def why_left(self, site: str, run: str) -> str:  # noqa: ARG002 (all of them are left together)
         """Why vLLM's own way was gone."""
         left = next(filter(None, (layer.left for layer in self.made)), None)
@@ -181,7 +222,7 @@ def with_placement(decided: Plan, module: nn.Module, vllm_config: Any) -> tuple[
     placed = DecodePlacement.of(module, decided, vllm_config)
     if placed is None or placed.stands:
         return (decided if placed is None else taking(decided)), placed
-    if decided.engine is None or NAME in dict(decided.config.switches):
+    if decided.engine is None or not {NAME, QUANTISED}.isdisjoint(dict(decided.config.switches)):
         return decided, placed
     once(logging.INFO, f"{LEFT} (it is on by default here)", placed.why_not)
     engine = attrs.evolve(decided.engine, keeps={**decided.engine.keeps, DECODE: str(placed.why_not)})
@@ -242,7 +283,7 @@ def _quantised(linear: nn.Module) -> bool:
     return weight is None or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str]) -> Any:
+def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str], quantised: bool) -> Any:
     attention = wrapper.mla_attn
     q_norm, kv_norm, rope = spec.q_norm, spec.kv_norm, spec.rope
     (cache_dtype,) = _cache_of(attention) or (None,)
@@ -261,6 +302,7 @@ def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str]) -> Any:
         around=native(wrapper, bypassed=BYPASSED, values=False),
         stood=native_call(attention, (attention.impl, WRITE[2])),
         waiting=waiting,
+        rounds=spec.q_norm.quant.use_ue8m0 if quantised else None,  # type: ignore[union-attr]
     )
 
 

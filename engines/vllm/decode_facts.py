@@ -18,6 +18,9 @@ from .switches import BATCH_INVARIANT, INVARIANT, MLA_DISABLE, is_set
 
 NAME = "mla_decode"
 
+QUANTISED = "mla_decode_group_quant"
+"""Its form that quantises the query latent too."""
+
 TAKES = f"{NAME} takes what stands there"
 """The reason in the plan of what is taken at the same sites."""
 
@@ -239,7 +242,7 @@ def planned(engine: Engine, architectures: Iterable[str]) -> Engine:
 
 def taking(decided: Plan) -> Plan:
     """A plan in which both latent norms of all MLA layers are taken already, where it expects that."""
-    if decided.engine is None or not decided.expected(NAME):
+    if decided.engine is None or not (decided.expected(NAME) or decided.expected(QUANTISED)):
         return decided
     engine = attrs.evolve(decided.engine, keeps={**decided.engine.keeps, LATENTS: TAKES})
     return plan(decided.specs, decided.target, decided.config, engine)

@@ -27,7 +27,7 @@ from vllm.utils import torch_utils
 
 from ...adapters.errors import LayerfuseError
 from ...fusion.backends import listening, steps
-from ...fusion.latent_ops import MLA_QUERY_ABSORB, MLA_QUERY_ABSORB_STATIC_QUANT
+from ...fusion.latent_ops import MLA_NORM_ROPE_CACHE_GROUP_QUANT, MLA_QUERY_ABSORB, MLA_QUERY_ABSORB_STATIC_QUANT
 from ...fusion.ops.library import case_maker, declared, direct, repeating
 from ..native import Native
 from ..placement import is_looked_at
@@ -47,6 +47,10 @@ SPLIT = "layerfuse_vllm::mla_attend"
 _write, _rope = repeating(WRITE), repeating("mla_query_rope")
 ABSORB, ABSORB_QUANT = MLA_QUERY_ABSORB.name, MLA_QUERY_ABSORB_STATIC_QUANT.name
 _absorb, _absorb_quant = direct(ABSORB), direct(ABSORB_QUANT)
+WRITE_QUANT = MLA_NORM_ROPE_CACHE_GROUP_QUANT.name
+_write_quant = direct(WRITE_QUANT)
+COUNTED = (ABSORB, ABSORB_QUANT, WRITE_QUANT)
+"""The ops by which a layer may be counted."""
 _kinds: dict[Hashable, object] = {}
 """`Layer.kind` -> what stands for it in a key."""
 
@@ -99,6 +103,10 @@ class Layer:
     "Of its kind: calls of layers of one kind differ in nothing but their tokens and where their tensors lie."
     rows: Tensor | None = field(default=None, repr=False)
     "0, 1, ... as slots of a buffer, for the most tokens of a step; a buffer of vLLM's module, which it keeps through its sleep."
+    rounds: bool | None = None
+    "Whether the scales of its quantised query latent are powers of two; None: it is not to be quantised."
+    quantises: bool = False
+    "Whether that was done in a run that is looked at."
     refused: bool = False
     "Whether an op did not take a step's tensors: from then on vLLM's own way is gone."
     left: str | None = None
@@ -113,7 +121,9 @@ class Layer:
 
     @property
     def op(self) -> str:
-        """What absorbs its query in a decode step."""
+        """What it is counted by: what quantises its query latent, or what absorbs its query in a decode step."""
+        if self.quantises:
+            return WRITE_QUANT
         return ABSORB if self.query_dtype is None else ABSORB_QUANT
 
     @property
@@ -190,25 +200,36 @@ class Layer:
         self, rows: tuple[Tensor, Tensor, Tensor], positions: Tensor, slots: Tensor, cache: Tensor, q_out: Tensor
     ) -> None:
         """Both norms, the rope of the key, and the entries to their slots."""
-        (q_norm, kv_norm), tables, (q, kv, k_rope) = self.norms, self.tables, rows
+        given, (q, kv, k_rope) = self._given(rows, positions, slots, cache), rows
         alike = (
             self.kept, q.dtype, q.shape, q.stride(), kv.stride(), k_rope.stride(), positions.dtype, slots.dtype,
             cache.shape, cache.stride(), cache.dtype,
         )  # fmt: skip
-        _write(
-            alike,
+        _write(alike, *given, q_out)
+
+    def write_quantised(
+        self, rows: tuple[Tensor, Tensor, Tensor], positions: Tensor, slots: Tensor, cache: Tensor, rounds: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The same with the query latent quantised: its values, and scales as `inside.QUANTISE` gives them."""
+        found: tuple[Tensor, Tensor] = _write_quant(*self._given(rows, positions, slots, cache), *options(rounds))
+        return found
+
+    def _given(
+        self, rows: tuple[Tensor, Tensor, Tensor], positions: Tensor, slots: Tensor, cache: Tensor
+    ) -> tuple[Any, ...]:
+        q_norm, kv_norm = self.norms
+        return (
             *rows,
             q_norm["weight"],
             kv_norm["weight"],
             *self.epsilons,
-            *tables,
+            *self.tables,
             positions,
             slots,
             cache,
             self.attention._k_scale,
             *self.offsets,
             self.pairs,
-            q_out,
         )
 
     def query(self, q: Tensor, positions: Tensor) -> Tensor:
@@ -257,24 +278,51 @@ def layer_of(attention: Any) -> Layer:
     return found
 
 
+def options(rounds: bool) -> tuple[Any, ...]:
+    """Of the quantisation: as `inside.TakenOut` takes it out. `rounds`: whether scales are powers of two."""
+    return torch.float8_e4m3fn, 128, True, True, rounds
+
+
 def _latents(rows: Tensor, positions: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     # The others are there for graphs that are to be vLLM's own. The layer knows them as they are now.
-    layer_name = others[-1]
+    normed, entries, apart = _made(rows, positions, others[0])
+    _put(rows, positions, entries, others[-1], lambda layer, *given: layer.write(*given, normed))
+    return normed, entries, apart
+
+
+def _latents_quantised(rows: Tensor, positions: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q_weight, *_, rounds, name = others
+    entries = rows.new_empty(rows.shape[0], rows.shape[1] - q_weight.shape[0])
+
+    def write(layer: Layer, *given: Any) -> tuple[Tensor, Tensor]:
+        layer.quantises |= is_looked_at()
+        return layer.write_quantised(*given, rounds)
+
+    values, scales = _put(rows, positions, entries, name, write)
+    return values, scales, entries, rows.new_empty(0)
+
+
+def _put(rows: Tensor, positions: Tensor, entries: Tensor, layer_name: Any, write: Callable[..., Any]) -> Any:
+    """Let a layer write a step's entries, to its cache or to `entries`: what it gives then."""
     metadata, attention, cache, slots = vllm_mla.get_attention_context(_plain(layer_name))
     layer, tokens = layer_of(attention), rows.shape[0]
-    normed, entries, apart = _made(rows, positions, others[0])
     parts = rows.split_with_sizes(layer.widths, -1)
     _here.decodes = layer.decodes(metadata, cache, slots, tokens)
     if _here.decodes:
         try:
-            layer.write(parts, positions, slots, layer.seen(cache), normed)
+            return write(layer, parts, positions, slots, layer.seen(cache))
         except REFUSALS as error:
             layer.refuse(error)
             _here.decodes = False
-        else:
-            return normed, entries, apart
-    layer.write(parts, positions, layer.buffer_slots(tokens), entries, normed)
-    return normed, entries, apart
+    return write(layer, parts, positions, layer.buffer_slots(tokens), entries)
+
+
+def _made_quantised(
+    rows: Tensor, positions: Tensor, q_weight: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    normed, entries, apart = _made(rows, positions, q_weight)
+    values, scales = torch.ops.layerfuse.quantise_group.default(normed, *options(others[-2]))
+    return values, scales, entries, apart
 
 
 def _made(rows: Tensor, _: Tensor, q_weight: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -390,6 +438,13 @@ latents = _define(
     _latents,
     _made,
 )
+latents_quantised = _define(
+    "mla_latents_group_quant",
+    "(Tensor rows, Tensor positions, Tensor q_weight, Tensor kv_weight, Tensor table, float[] settings, str pairs, bool use_ue8m0, "
+    "{name} layer_name) -> (Tensor, Tensor, Tensor, Tensor)",
+    _latents_quantised,
+    _made_quantised,
+)
 turn = _define(
     "mla_rope",
     "(Tensor(a!) q, Tensor positions, Tensor table, int heads, str pairs, {name} layer_name) -> ()",
@@ -452,7 +507,17 @@ def _calls(layer: Layer, vllm_config: Any, most: int) -> tuple[Callable[[int], A
         q, kv, rope = few.new_zeros(tokens, sum(widths)).split(widths, -1)
         layer.write((q, kv, rope), first[:tokens], slots[:tokens], into, few.new_empty(q.shape))
 
+    def quantise(tokens: int, slots: Tensor, into: Tensor) -> None:
+        q, kv, k_rope = few.new_zeros(tokens, sum(widths)).split(widths, -1)
+        layer.write_quantised((q, kv, k_rope), first[:tokens], slots[:tokens], into, bool(layer.rounds))
+
+    # A graph may hold either.
+    quantised = () if layer.rounds is None else (
+        lambda n: quantise(n, every, few.new_empty(n, sum(widths[1:]))),
+        lambda n: quantise(n, nowhere, cache),
+    )  # fmt: skip
     return (
+        *quantised,
         lambda n: write(n, every, few.new_empty(n, sum(widths[1:]))),
         lambda n: write(n, nowhere, cache),
         lambda n: layer.query(few.new_zeros(n, *shape), first[:n]),

@@ -13,7 +13,7 @@ from attrs import frozen
 from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.sites import FINAL, OWN_PLACE
-from .decode_facts import CLASS, SPARSE_MODELS, why_no_mla
+from .decode_facts import CLASS, QUANTISED, SPARSE_MODELS, why_no_mla
 from .switches import BLOCK_LINEARS, SHARED_IN_TURN, block_switch, is_set
 
 _PER_QUANT = ("static_quant", "per_token_quant", "group_quant")
@@ -400,7 +400,7 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
         for name, each in FUSIONS.items()
         if not {*OWN_PLACE}.intersection(each.roles) and name not in {*known, *keeps}
     ]
-    refuses = dict.fromkeys(without, f"{reason}; at module level there is no place for it")
+    refuses = dict.fromkeys([*without, QUANTISED], f"{reason}; at module level there is no place for it")
     if not COPIED.isdisjoint(architectures):
         copied = "vLLM copies what the norm of this delta net gives before a linear reads it"
         refuses |= dict.fromkeys(quantised("gated_rms_norm"), copied)

@@ -439,13 +439,18 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _check_that_one_was_read(vars(backend).get("vllm_config"))  # here too: the hook of steps is none that is needed
     if compiled is not None and compiled.active:
         _add_pass(backend, compiled)
-    if compiled is not None and compiled.untouched and any(each.key for each in compiled.placements.values()):
-        with _quietly("adding the pass for steps that wait for the host to vLLM's"):
+    if compiled is not None and any(each.key for each in compiled.placements.values()):
+        with _quietly("adding mla_decode's passes to vLLM's"):
+            from . import quantised_latents
             from .decode_beyond import OwnBeyond
             from .decode_facts import NAME
 
             placed: Any = compiled.placements[NAME]
-            backend.pass_manager.passes.insert(0, OwnBeyond(compiled.untouched, placed.made, compiled.key))
+            if placed.quantised:
+                added = quantised_latents.QuantisedLatents(compiled.untouched, placed.made, compiled.key)
+                quantised_latents.insert(backend.pass_manager, added)
+            if compiled.untouched:
+                backend.pass_manager.passes.insert(0, OwnBeyond(compiled.untouched, placed.made, compiled.key))
     return result
 
 

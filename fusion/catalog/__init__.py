@@ -56,7 +56,7 @@ def built_in() -> Iterator[Fusion]:
     """The fusions of this folder: `FUSIONS` of every file, longest chain first, then by name."""
     files = (importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__))
     found = [fusion for file in files for fusion in file.FUSIONS]
-    yield from sorted(found, key=lambda fusion: (-len(fusion.chain), fusion.name))
+    yield from sorted(found, key=lambda fusion: (-fusion.length, fusion.name))
 
 
 def of_plugin(point: metadata.EntryPoint, package: str) -> tuple[Fusion, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..chain import Fusion
-from ..latent_ops import MLA_QUERY_ABSORB, MLA_QUERY_ABSORB_STATIC_QUANT
+from ..latent_ops import MLA_NORM_ROPE_CACHE_GROUP_QUANT, MLA_QUERY_ABSORB, MLA_QUERY_ABSORB_STATIC_QUANT
 from ..sites import DECODE
-from ..steps.decode import Decode
+from ..steps.decode import Decode, QuantisedDecode
 
 FUSIONS = (
     Fusion(
@@ -16,5 +16,14 @@ FUSIONS = (
         chain=(Decode(op=MLA_QUERY_ABSORB, quantised=MLA_QUERY_ABSORB_STATIC_QUANT),),
         opt_in=True,
         nowhere="there is a place for it in MLA layers of vLLM and SGLang alone",
+    ),
+    Fusion(
+        name="mla_decode_group_quant",
+        doc="the same, with the query latent quantised in groups in the launch of its norms, for the fp8 linear that reads it",
+        level=2,
+        roles=(DECODE,),
+        chain=(QuantisedDecode(op=MLA_NORM_ROPE_CACHE_GROUP_QUANT),),
+        opt_in=True,
+        nowhere="there is a place for it in MLA layers that vLLM compiles alone",
     ),
 )

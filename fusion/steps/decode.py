@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, field, frozen
 
+from ...adapters.activation_quant import ActivationQuant
 from ...adapters.specs import AnySpec, MLASpec
-from ..declare import Kernel, Op
+from ..declare import Kernel, Op, Result
+from ..formats import FORMATS
 from ..latent_ops import MLA
 from ..sites import DECODE
 from .step import SINKS, At, Legality, Whole
@@ -21,6 +23,13 @@ WHY = {
     "rope unknown": "nothing says how its columns are roped",
 }
 """What an MLA layer has -> why its decode step cannot be taken, as a sentence."""
+
+
+WHY_UNQUANTISED = {
+    "no blocks": "q_b_proj does not read its latent in fp8 with one scale per 128 columns, so that there is nothing to quantise it for",
+    "by itself": "q_b_proj quantises in a launch of its own, whose place in vLLM's graphs is not taken",
+}
+"""What an MLA layer has -> why its query latent is not quantised in the launch of its norms, as a sentence."""
 
 
 @frozen(kw_only=True)
@@ -53,6 +62,40 @@ class Decode(Whole):
         from ..match.errors import Unmatched
 
         raise Unmatched("an engine's own code puts it there")
+
+
+@frozen(kw_only=True)
+class QuantisedDecode(Decode):
+    """The same with the query latent quantised in the launch of its norms, which is its op, for the linear that reads it."""
+
+    length = 2
+    in_graphs = False
+    reads_latents = True
+    format = FORMATS["group"]
+
+    @property
+    def outs(self) -> tuple[str, ...]:
+        return tuple(result.name for result in self.op.results)
+
+    def results(self, of: str) -> tuple[Result, ...]:
+        return self.op.results
+
+    def why_not(self, at: At) -> Legality | None:
+        spec = at.site.spec
+        why = why_not_spec(spec) or why_not_quantised(spec, at.quant) or self.format.absent(at.target)
+        return None if why is None else Legality("not_applicable", why)
+
+    def described(self, at: At) -> str:
+        return f"both norms with the query latent's quantisation, the key's rope and the cache write, in front of {super().described(at)}"
+
+
+def why_not_quantised(spec: AnySpec, quant: ActivationQuant | None) -> str | None:
+    """Why what reads a layer's query latent does not take it quantised in groups, as a sentence; None where it does. `quant`: how it quantises it."""
+    norm = spec.q_norm if isinstance(spec, MLASpec) else None
+    several = norm is not None and len(norm.consumers) > 1
+    if quant is None or quant.scheme != "group" or quant.group_size != 128 or several:
+        return WHY_UNQUANTISED["no blocks"]
+    return None if quant.inside else WHY_UNQUANTISED["by itself"]
 
 
 def why_not_spec(spec: AnySpec) -> str | None:

@@ -98,8 +98,15 @@ class Step(ABC):
     "Whether it is the residual add in front of a norm."
     launches: ClassVar[str] = "one launch"
     "How many its op is, in words."
+    reads_latents: ClassVar[bool] = False
+    "Whether the quantisation that it asks about is that of the layer's `latents` site, where it stands beside that."
     across_ranks: ClassVar[bool] = False
     "Whether the ranks of a process group do it together, so that each needs a kernel for it."
+
+    @property
+    def length(self) -> int:
+        """How many steps of a chain it counts for: a longer one is preferred."""
+        return 1
 
     @property
     def is_ours(self) -> bool:

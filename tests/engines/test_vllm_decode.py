@@ -26,7 +26,7 @@ from helpers import ROOT, in_turn, shown
 pytest.importorskip("vllm_paged")
 import vllm_paged
 from test_vllm_host_bound import calls_of
-from test_vllm_inside import as_installed
+from test_vllm_inside import as_installed, seen
 from test_vllm_plugin import (  # noqa: F401 (`fresh` is a fixture)
     COLUMNS,
     GROUP_FP8,
@@ -58,6 +58,7 @@ from layerfuse.engines.vllm import (
     decode_trial,
     keys,
     plugin,
+    quantised_latents,
     readers,
 )
 from layerfuse.engines.vllm.releases import NEWEST
@@ -65,6 +66,7 @@ from layerfuse.engines.vllm.switches import INVARIANT
 from layerfuse.fusion import FusionMissedError, planning
 from layerfuse.fusion.backends import counting, listening
 from layerfuse.fusion.policy import Policy, shipped
+from layerfuse.fusion.steps.decode import WHY_UNQUANTISED
 
 ON = {"fusions": ["mla_decode"], "strict": True}
 LINE = "mla_decode: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run"
@@ -931,6 +933,138 @@ def test_linears_that_quantise_inside_of_their_op_are_multiplied_beside_it(store
     for counted, query in zip(calls, ("mla_query_rope", "mla_query_rope", "mla_query_absorb"), strict=True):
         assert counted["mla_norm_rope_cache_into"] == counted[query] == layers
         assert counted["group_quant_linear"] and counted["block_scaled_linear"]
+
+
+QUANTISED_DECODE = "mla_decode_group_quant"
+FUSED = QUANTISED_DECODE + ": {0} expected, {0} fused, 0 missed; called {0} times in the {1}"
+
+
+def quantising(tmp_path: Path, fusions: list[str], steps: Any = STEPS, rounds: bool = False, **config: Any) -> Any:
+    """As `ran`, in DeepSeek-V3's dense layers as they are published, in a vLLM as it is installed."""
+    given: dict[str, Any] = {"dtype": "bfloat16", "overrides": DENSE_FP8, "steps": steps, **config}
+    layerfuse = {"fusions": fusions, "strict": True} if fusions else False
+    with as_installed(rounds):
+        return ran("deepseek-v3", tmp_path / (fusions or ["own"])[0], layerfuse, **given)
+
+
+@pytest.mark.parametrize(
+    ("stored", "others", "rounds"),
+    in_turn(["auto", "fp8"], [(), ("add_rms_norm_group_quant", "few_token_linear_group_quant")], [False, True]),
+)
+def test_query_latents_are_quantised_in_the_launch_of_their_norms(
+    stored: str, others: tuple[str, ...], rounds: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One launch less for each layer in every step, whatever it is; entries are those of the plain form, byte by byte."""
+    config: dict[str, Any] = {"cache_dtype": stored, "rounds": rounds}
+    own, own_caches, _ = quantising(tmp_path, [], mode="NONE", **config)
+    plain, plain_caches, plain_calls = quantising(tmp_path, ["mla_decode", *others], **config)
+    caplog.clear()
+    got, caches, calls = quantising(tmp_path, [QUANTISED_DECODE, *others], **config)
+    layers = len(caches[0])
+    lines = said(caplog)
+    assert FUSED.format(layers, "profiling run") in lines and DECODED in lines
+    assert not any(line.startswith("problem") for line in lines)
+    for a, b, c in zip(got, plain, own, strict=True):
+        assert (a - c).norm() / c.norm() < 0.1
+        assert (a - b).norm() / b.norm() < 0.1
+    first = next(iter(caches[0]))
+    for found, expected, vllms in zip(caches, plain_caches, own_caches, strict=True):
+        # In front of the first layer's latents both are alike; behind it a query may be the next number.
+        assert torch.equal(found[first], expected[first])
+        for name, held in found.items():
+            guards, kept = ((each == GUARD).view(-1, held.shape[-1]).all(-1) for each in (held, vllms[name]))
+            assert torch.equal(guards, kept)
+    for (requests, padded), counted, before in zip(STEPS, calls, plain_calls, strict=True):
+        decodes = all(new == 1 for _, new in requests) and padded != SHORT
+        if others:
+            products = [each.get("block_scaled_linear", 0) for each in (counted, before)]
+            quantising_too = [each.get("group_quant_linear", 0) for each in (before, counted)]
+            assert products[0] - products[1] == quantising_too[0] - quantising_too[1] == layers
+        assert counted[decode_ops.WRITE_QUANT] == layers and not counted.get(decode_ops.WRITE)
+        assert counted["mla_query_absorb" if decodes else "mla_query_rope"] == layers
+        assert counted[VLLMS] == (0 if decodes else layers)
+
+
+def test_of_more_than_few_tokens_flashinfer_takes_the_quantised_latent_and_from_32_deep_gemm(tmp_path: Path) -> None:
+    found = []
+    for fusions in ("mla_decode", QUANTISED_DECODE):
+        given: dict[str, Any] = {"dtype": "bfloat16", "overrides": DENSE_FP8}
+        options = {"fusions": [fusions, "few_token_linear_group_quant"], "strict": True}
+        with as_installed(), paged("deepseek-v3", tmp_path / fusions, layerfuse=options, **given) as engine:
+            taken = []
+            for tokens, sequences in ((20, (0, 1)), (40, (2, 3))):
+                seen.clear()
+                engine.step([(sequence, tokens // 2) for sequence in sequences])
+                taken.append(Counter((whose, dtype) for whose, dtype, many in seen if many == tokens))
+            layers = len(engine.layers)
+        found.append(taken)
+    (few, many), (few_quantised, many_quantised) = found
+    assert few_quantised - few == {("FlashInfer", torch.float8_e4m3fn): layers}
+    assert few - few_quantised == {("FlashInfer", torch.bfloat16): layers}
+    assert many == many_quantised and all(whose == "DeepGEMM" for whose, _ in many)
+
+
+def test_steps_of_more_tokens_than_are_captured_quantise_nothing_of_ours(tmp_path: Path) -> None:
+    """As if vLLM captured steps of up to four tokens: with more, all ops are vLLM's, and what they give too, bit by bit."""
+    own, own_caches, _ = quantising(tmp_path, [], steps=STEPS[:3], captured=4)
+    got, caches, calls = quantising(tmp_path, [QUANTISED_DECODE], steps=STEPS[:3], captured=4)
+    assert [decode_ops.WRITE_QUANT in counted for counted in calls] == [False, False, True]
+    for step in range(2):
+        assert torch.equal(got[step], own[step])
+        assert all(torch.equal(held, own_caches[step][name]) for name, held in caches[step].items())
+
+
+def test_a_start_from_vllms_cache_quantises_as_the_one_that_filled_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_paged, "SPLIT", [])
+    found = []
+    for warm in (False, True):
+        caplog.clear()
+        before = loaded_from_cache()
+        found.append(quantising(tmp_path, [QUANTISED_DECODE], steps=STEPS[:3]))
+        assert loaded_from_cache() - before == warm
+        assert FUSED.format(len(found[0][1][0]), "profiling run") in said(caplog)
+    (cold, _, calls), (again, _, calls_again) = found
+    assert all(torch.equal(*both) for both in zip(cold, again, strict=True)) and calls == calls_again
+
+
+def test_a_latent_that_no_graph_quantises_is_a_miss_and_the_plain_form_stands(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised_latents, "_read", lambda _: iter(()))
+    with pytest.raises(FusionMissedError, match="it quantises by itself"):
+        quantising(tmp_path, [QUANTISED_DECODE])
+    given: dict[str, Any] = {"dtype": "bfloat16", "overrides": DENSE_FP8, "steps": STEPS[:3]}
+    caplog.clear()
+    with as_installed():
+        layerfuse = {"fusions": [QUANTISED_DECODE, "mla_decode"]}
+        _, _, calls = ran("deepseek-v3", tmp_path / "plain", layerfuse, **given)
+    assert [counted[decode_ops.WRITE] for counted in calls] == [2] * 3
+    lines = said(caplog)
+    assert f"{QUANTISED_DECODE}: 2 expected, 0 fused, 2 missed; called 0 times in the profiling run" in lines
+    assert (
+        f"missed: layers.0.self_attn:decode and 1 more: {decode.LATENT_UNREAD}; mla_decode was fused there instead"
+        in lines
+    )
+    assert DECODED in lines and not any(line.startswith("problem") for line in lines)
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "by itself", "uncompiled"])
+def test_where_q_b_proj_takes_no_quantised_latent_a_plan_says_why(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {"dtype": "bfloat16"} | ({} if how == "bfloat16" else {"overrides": DENSE_FP8})
+    kernel = {"bfloat16": contextlib.nullcontext(), "by itself": fp8(ROWS), "uncompiled": as_installed()}[how]
+    mode = "NONE" if how == "uncompiled" else "VLLM_COMPILE"
+    with kernel, paged("deepseek-v3", tmp_path, layerfuse={"fusions": [QUANTISED_DECODE]}, mode=mode, **given):
+        pass
+    why = {
+        "bfloat16": WHY_UNQUANTISED["no blocks"], "by itself": WHY_UNQUANTISED["by itself"],
+        "uncompiled": "at module level there is no place for it",
+    }[how]  # fmt: skip
+    (line,) = [each for each in said(caplog) if "is asked for, and has no site in DeepseekV3ForCausalLM: " in each]
+    assert line.startswith(f"layerfuse: {QUANTISED_DECODE} is asked") and line.endswith(why)
 
 
 def test_products_behind_norms_that_it_leaves_before_the_first_call_are_layerfuses(
