@@ -20,6 +20,7 @@ from attrs import define, field
 from torch import nn
 
 from ...adapters.specs import MLASpec
+from ...fusion.latent_ops import MLA_NORM_ROPE_CACHE_GROUP_QUANT
 from ...fusion.planning import Plan, plan
 from ...fusion.report import Use
 from ...fusion.sites import DECODE
@@ -37,6 +38,8 @@ LATENT_UNREAD = (
     "no graph shows q_b_proj's product behind the latent's norm as vLLM 0.26 and 0.33 have it: it quantises by itself"
 )
 """Why a layer whose query latent was to be quantised has the plain form."""
+
+WRITE_QUANT = MLA_NORM_ROPE_CACHE_GROUP_QUANT.name
 
 BYPASSED = frozenset({"q_a_layernorm", "kv_a_layernorm", "rotary_emb", "mla_attn"})
 """The children of vLLM's wrapper that our forward does not call."""
@@ -179,16 +182,17 @@ class DecodePlacement(Placement):
         """Of each layer the calls of its attention, whatever a step is, by the op that absorbs its query in a decode step."""
         found: dict[str, Counter[str]] = {f"{path}:{DECODE}": Counter() for path in self.layers}
         for calls, layer in zip(found.values(), self.made, strict=False):
-            calls[layer.op] = layer.calls
+            calls[layer.op] = layer.calls - layer.quantised
+            if layer.rounds is not None:
+                calls[WRITE_QUANT] = layer.quantised
         return found
 
     def fusions_at(self, site: str) -> tuple[str, str]:
         """The form that quantises stands where a graph holds its op, and the plain one otherwise."""
-        path = site.removesuffix(f":{DECODE}")
-        if path not in self.quantised:
+        if site.removesuffix(f":{DECODE}") not in self.quantised:
             return NAME, NAME
-        layer = dict(zip(self.layers, self.made, strict=False)).get(path)
-        return QUANTISED, QUANTISED if layer is None or layer.quantises or not layer.calls else NAME
+        ran = self.ran.get(site, Counter())
+        return QUANTISED, QUANTISED if ran[WRITE_QUANT] or not ran.total() else NAME
 
     def uses(self, run: str) -> Iterator[Use]:
         """As ever, with what no graph quantises among the misses."""

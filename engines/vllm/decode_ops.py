@@ -106,13 +106,15 @@ class Layer:
     rounds: bool | None = None
     "Whether the scales of its quantised query latent are powers of two; None: it is not to be quantised."
     quantises: bool = False
-    "Whether that was done in a run that is looked at."
+    "Whether that was done for the step that is run."
     refused: bool = False
     "Whether an op did not take a step's tensors: from then on vLLM's own way is gone."
     left: str | None = None
     "Why vLLM's own way was gone last, as a sentence, or None where it was not."
     calls: int = 0
     "How often its attention was called."
+    quantised: int = 0
+    "How often of these the query latent was quantised in the launch of its norms."
 
     def __attrs_post_init__(self) -> None:
         self.children = self.wrapper._modules
@@ -121,9 +123,7 @@ class Layer:
 
     @property
     def op(self) -> str:
-        """What it is counted by: what quantises its query latent, or what absorbs its query in a decode step."""
-        if self.quantises:
-            return WRITE_QUANT
+        """What absorbs its query in a decode step."""
         return ABSORB if self.query_dtype is None else ABSORB_QUANT
 
     @property
@@ -294,9 +294,9 @@ def _latents_quantised(rows: Tensor, positions: Tensor, *others: Any) -> tuple[T
     q_weight, *_, rounds, name = others
     entries = rows.new_empty(rows.shape[0], rows.shape[1] - q_weight.shape[0])
 
-    def write(layer: Layer, *given: Any) -> tuple[Tensor, Tensor]:
-        layer.quantises |= is_looked_at()
-        return layer.write_quantised(*given, rounds)
+    def write(layer: Layer, rows: Any, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        layer.quantises = True
+        return layer.write_quantised(rows, positions, slots, cache, rounds)
 
     values, scales = _put(rows, positions, entries, name, write)
     return values, scales, entries, rows.new_empty(0)
@@ -343,6 +343,8 @@ def _attend(q: Tensor, entries: Tensor, apart: Tensor, positions: Tensor, output
         return
     layer = layer_of(attention)
     layer.calls += is_looked_at()
+    layer.quantised += layer.quantises and is_looked_at()
+    layer.quantises = False
     heads = layer.heads(q)
     decodes = metadata is not None and metadata.num_actual_tokens == metadata.num_decode_tokens
     if decodes:

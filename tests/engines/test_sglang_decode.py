@@ -178,7 +178,7 @@ def test_a_decode_step_is_two_launches_and_says_the_same(
         alike(model.forward(IDS), theirs.run(own, FIRST), ours, theirs, FIRST)
         report = rank_report_of(compiled, 0)
         write = "mla_norm_rope_cache" + "_group_quant" * quantised
-        assert (compiled.counted[write], compiled.counted["mla_query_absorb"]) == (2, 2)
+        assert compiled.counted["mla_query_absorb"] == 2 and "mla_decode_group_quant" not in (report.called or {})
         assert (report.called or {})[NAME] == 2 and report.problems == ()
         assert report.fused[NAME] == ("model.layers.0.self_attn:decode", "model.layers.1.self_attn:decode")
         assert not {NAME, *beside[:1]} & report.missed.keys()
