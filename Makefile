@@ -32,7 +32,8 @@ help:
 	@sed -n '4,15s/^# \{0,1\}//p' Makefile
 
 verify: $(VENV)/.installed
-	$(BIN)/layerfuse verify
+	@echo "== layerfuse verify: four small models, each compiled with fusions and without"
+	@$(BIN)/layerfuse verify
 
 # Two processes: more of them compile C++ side by side, and small machines have no memory for that. Each takes half of the files, so that
 # what a file shares is made once, and in the end some of the other's.
@@ -64,9 +65,10 @@ test-engines: $(ENGINES:%=test-engine-%)
 env-%:
 	PYTHON="$(PYTHON)" tests/engines/make_env.sh $* $(VENV)-$*
 
+# One after the other: each of them builds in this folder.
 test-engine-%: env-% $(SOURCES)
-	rm -rf build/lib
-	$(VENV)-$*/bin/python -m pip install -qq --compile --no-deps --force-reinstall .
+	@mkdir -p build
+	flock build/lock sh -c 'rm -rf build/lib && $(VENV)-$*/bin/python -m pip install -qq --compile --no-deps --force-reinstall .'
 	$(VENV)-$*/bin/python -m pytest -n 2 --dist worksteal -q tests/engines/test_$(firstword $(subst -, ,$*))_*.py
 
 clean:
@@ -74,13 +76,16 @@ clean:
 
 # torch comes first and alone, so that no other requirement decides which build of it is installed.
 $(VENV)/.requirements: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q '$(TORCH)'
-	$(BIN)/pip install -q '.[test]'
-	touch $@
+	@echo "== $(VENV): a new environment, and $(TORCH) in it, the largest download of all: minutes without another word"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q '$(TORCH)'
+	@echo "== $(VENV): transformers, what the tests need, and layerfuse"
+	@$(BIN)/pip install -q '.[test]'
+	@touch $@
 
 # build/lib would carry files into the wheel that are no longer in the source.
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
-	rm -rf build/lib
-	$(BIN)/pip install -q --compile --no-deps --force-reinstall .
-	touch $@
+	@echo "== $(VENV): layerfuse as it is here"
+	@rm -rf build/lib
+	@$(BIN)/pip install -q --compile --no-deps --force-reinstall .
+	@touch $@

@@ -5,16 +5,20 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
 from attrs import frozen
 
-from .adapters.errors import ArgumentError, LayerfuseError, shown
+from .adapters.errors import ArgumentError, LayerfuseError, counted, shown
 
 if TYPE_CHECKING:
+    from .fusion import FusionConfig
+    from .fusion.report import Report
     from .registry.lookup import Registry
 
 Pair: TypeAlias = tuple[str, str]
@@ -25,6 +29,17 @@ Step = Callable[[str], None]
 
 class PromptsError(LayerfuseError, ValueError):
     """A file of prompts that holds something else than a list of token ids on each line."""
+
+
+class NothingRanError(LayerfuseError, RuntimeError):
+    """Nothing ran fused in the run with all fusions, so that none of them can be searched. `reasons` are lines of what did not and why."""
+
+    def __init__(self, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__(self.reasons)
+
+    def __str__(self) -> str:
+        return "\n".join(["no fusion ran, so that none can be searched:", *(f"  - {each}" for each in self.reasons)])
 
 
 @frozen(kw_only=True)
@@ -44,7 +59,7 @@ class Moved:
 
     def __str__(self) -> str:
         most = f"{self.relative:.2e} of the largest logit (prompt {self.prompt}, token {self.position})"
-        return f"off by {most}, {self.tokens} other greedy tokens: {'too far' if self.beyond else 'near enough'}"
+        return f"off by {most}, {counted(self.tokens, 'other greedy token')}: {'too far' if self.beyond else 'near enough'}"
 
 
 @frozen(kw_only=True)
@@ -59,11 +74,15 @@ class Found:
     "By all fusions but these."
 
 
-def prompts_in(path: Path) -> tuple[tuple[int, ...], ...]:
+def prompts_in(path: Path, vocabulary: int | None = None) -> tuple[tuple[int, ...], ...]:
     """The token ids in a file, one JSON list per line; empty lines are passed over.
 
+    Args:
+        path: of the file.
+        vocabulary: how many tokens the model knows; None: that is not known.
+
     Raises:
-        PromptsError: a line is something else, or none holds anything.
+        PromptsError: a line is something else or holds a token beyond the vocabulary, or none holds anything.
     """
     import json
 
@@ -79,10 +98,169 @@ def prompts_in(path: Path) -> tuple[tuple[int, ...], ...]:
             raise PromptsError(
                 f"{path}, line {number}: expected token ids in a JSON list, as [1, 15043], got {shown(ids)}"
             )
+        if vocabulary is not None and max(ids) >= vocabulary:
+            raise PromptsError(
+                f"{path}, line {number}: token {max(ids)} is beyond the vocabulary: the model knows {vocabulary} tokens, from 0 on"
+            )
         found.append(tuple(ids))
     if not found:
         raise PromptsError(f"{path}: expected a JSON list of token ids on each line, and there is none")
     return tuple(found)
+
+
+@frozen(kw_only=True)
+class Reported:
+    """What a report says of one module, its sites named from the loaded model on."""
+
+    model: str = ""
+    "The class of that model; empty in a report of `fusion.compile`."
+    sites: tuple[str, ...]
+    "All, fused or not."
+    pairs: tuple[Pair, ...]
+    "What is fused."
+
+
+def reported_in(path: Path) -> tuple[Reported, ...]:
+    """What is fused by a report: that of an engine, or the `to_dict()` of one of `fusion.compile`, as JSON.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    from .registry.inspect import ConfigError, read_config
+
+    data = read_config(path)
+    found = []
+    try:
+        if "modules" in data:
+            # A module is named by the class of the model, and where it is in that.
+            for name, module in data["modules"].items():
+                model, _, place = name.partition(".")
+                rows = [(_below(place, row["site"]), row["fusion"], row["outcome"]) for row in module["sites"]]
+                fused = tuple((site, fusion) for site, fusion, outcome in rows if outcome == "fused")
+                found.append(Reported(model=model, sites=tuple(site for site, _, _ in rows), pairs=fused))
+        else:
+            several = data["fusions"].items()
+            kinds = ("expected", "refused", "not_applicable", "fallback")
+            sites = tuple(site for _, each in several for kind in kinds for site in each[kind])
+            fused = tuple((site, name) for name, each in several for site in (*each["matched"], *each["fallback"]))
+            found.append(Reported(sites=sites, pairs=fused))
+        if not all(isinstance(each, str) for module in found for each in chain(module.sites, *module.pairs)):
+            raise TypeError
+    except (KeyError, TypeError, AttributeError):
+        expected = (
+            "expected an engine's report (layerfuse-report.json), or a report of fusion.compile (its to_dict() as JSON)"
+        )
+        raise ConfigError(str(path), [expected]) from None
+    return tuple(found)
+
+
+def _below(path: str, site: str) -> str:
+    """The name that a site of a module has in the model that holds the module there."""
+    return f"{path}{_marked(site)}" if path else site
+
+
+def _marked(site: str) -> str:
+    """A site's name with what separates it from the path of what holds its model."""
+    return f"{'.' if ':' in site else ':'}{site}"
+
+
+@frozen(kw_only=True)
+class Matched:
+    """What of a report can be fused in another model."""
+
+    pairs: tuple[Pair, ...]
+    renamed: Mapping[str, str]
+    "What the report says -> what it is taken for: the class of the model, and the path of what holds its layers."
+    unmatched: Mapping[Pair, str]
+    "What cannot, by the report's names -> why, as a sentence."
+
+
+def matched(model: Any, reported: Iterable[Reported], registry: Registry | None = None) -> Matched:
+    """Which of a report's sites and fusions a model has, by its plan with those fusions switched on.
+
+    Of several models in a report, as a draft is one beside its target, it is that of the same class, or else the first. Where none of its
+    modules has a site of the model's by name, the layers of one may be at another path: those that have the same numbers as the model's.
+
+    Args:
+        model: as for `bisect`.
+        reported: as `reported_in` gives them, perhaps of an engine's model of the same checkpoint.
+        registry: what reads the layers; the default one if not given.
+    """
+    from .fusion import FUSIONS, compile  # noqa: A004
+
+    reported, own_class = [*reported], type(model).__name__
+    classes = [each.model for each in reported]
+    searched = own_class if own_class in classes else next(iter(classes), "")
+    renamed = {} if searched in ("", own_class) else {searched: own_class}
+    unmatched = {
+        (f"{each.model}.{site}", fusion): f"it is of another model of the report than {searched}, which is searched"
+        for each in reported
+        for site, fusion in each.pairs
+        if each.model != searched
+    }
+    modules = [each for each in reported if each.model == searched]
+    known = _chosen(pair for each in modules for pair in each.pairs if pair[1] in FUSIONS)
+    sites = compile(model, config=attrs.evolve(known, only=None), registry=registry).plan.site
+    elsewhere = not any(site in sites for each in modules for site in each.sites)
+    here = {}
+    for each in modules:
+        move = _move(each.sites, sites) if elsewhere else None
+        for site, fusion in each.pairs:
+            place = site if move is None else _moved(site, *move)
+            if fusion not in FUSIONS:
+                unmatched[site, fusion] = "no fusion is called that here"
+            elif place not in sites:
+                unmatched[site, fusion] = "the model has no such site"
+            else:
+                here[site, fusion] = place, fusion
+        if move is not None:
+            before, after = (path.removeprefix(".") or "the model itself" for path in move)
+            renamed[before] = after
+    plan = compile(model, config=_chosen(here.values()), registry=registry).plan
+    on = {(each.site, each.fusion) for each in (*plan.expected(), *plan.fallback())}
+    for pair, own in here.items():
+        if own not in on:
+            said = (each.reason for each in plan.at(own[0]) if each.fusion == own[1])
+            unmatched[pair] = next(said, "it has no place there")
+    found = dict.fromkeys(own for own in here.values() if own in on)
+    return Matched(pairs=tuple(found), renamed=renamed, unmatched=unmatched)
+
+
+def _move(theirs: Iterable[str], ours: Iterable[str]) -> tuple[str, str] | None:
+    """From where to where a module's sites move, so that it has layers of the same numbers as the model there; None: there is no such place, or several."""
+    theirs = [*theirs]
+    lists, own = _layers(theirs), _layers(ours)
+    start, _, last = next(iter(lists), "").rpartition(".")
+    if not lists or not all(_marked(site).startswith((f"{start}.", f"{start}:")) for site in theirs):
+        return None
+    ends = [path.removesuffix(f".{last}") for path in own if path.endswith(f".{last}")]
+    found = [end for end in ends if all(own.get(end + path.removeprefix(start)) == lists[path] for path in lists)]
+    return (start, found[0]) if len(found) == 1 else None
+
+
+def _layers(sites: Iterable[str]) -> dict[str, set[int]]:
+    """The path of each list of layers, marked -> the numbers of those that have sites."""
+    found: dict[str, set[int]] = {}
+    for site in sites:
+        if (layer := re.match(r"(.*?)\.(\d+)[.:]", _marked(site))) is not None:
+            found.setdefault(layer[1], set()).add(int(layer[2]))
+    return found
+
+
+def _moved(site: str, start: str, end: str) -> str:
+    return (end + _marked(site).removeprefix(start))[1:]
+
+
+def _chosen(pairs: Iterable[Pair] | None) -> FusionConfig:
+    """What `LAYERFUSE_FUSIONS` chooses; with pairs nothing but these, each of them on unless it switches that off."""
+    from .fusion import FusionConfig
+
+    chosen = FusionConfig.from_environment()
+    if pairs is None:
+        return chosen
+    only = frozenset(pairs)
+    named = {} if chosen.level == 0 else dict.fromkeys((fusion for _, fusion in only), True)
+    return attrs.evolve(chosen, only=only, switches=named | dict(chosen.switches))
 
 
 def smallest(units: Sequence[T], moves: Callable[[Sequence[T]], bool], beside: Sequence[T] = ()) -> list[T]:
@@ -110,8 +288,10 @@ def bisect(
     *,
     tolerance: float | None = None,
     greedy: bool = False,
+    among: Iterable[Pair] | None = None,
     registry: Registry | None = None,
     step: Step = lambda _: None,
+    begin: Step = lambda _: None,
 ) -> Found | None:
     """Find what moves the logits of a model: with the fusions that `LAYERFUSE_FUSIONS` chooses, and without.
 
@@ -121,18 +301,22 @@ def bisect(
         tolerance: the largest difference of a logit that is near enough, as a fraction of the largest one; by default what
             `layerfuse verify` allows for the model's dtype.
         greedy: hold the token of the largest logit at each position instead of the logits.
+        among: what takes part, as `matched` has it, whatever is on by default; None: everything that is chosen.
         registry: what reads the layers; the default one if not given.
-        step: told of each run, in a line.
+        step: told of each run, in a line, when it has ended, and behind the first of what did not run in it.
+        begin: told what runs next; the first runs compile the whole model and take longest.
 
     Returns:
         The smallest set, or None where all fusions together move nothing too far.
 
     Raises:
         ArgumentError: a prompt holds a token that the model does not know.
+        NothingRanError: nothing was fused, with the reasons.
     """
     import torch
 
-    from .fusion import FusionConfig, compile, keep_recurrences  # noqa: A004
+    from .fusion import compile, keep_recurrences  # noqa: A004
+    from .fusion.report import in_groups
     from .verify import TOLERANCES
 
     rows = [torch.tensor([ids], device=next(model.parameters()).device) for ids in prompts]
@@ -143,18 +327,20 @@ def bisect(
                 f"prompt {number}: token {int(ids.max())} is beyond the {vocabulary} that the model knows"
             )
     keep_recurrences(model)
-    chosen = FusionConfig.from_environment()
+    among = None if among is None else [*among]
+    chosen = _chosen(among)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     most = TOLERANCES.get(dtype, TOLERANCES["bfloat16"]) if tolerance is None else tolerance
 
-    def run(only: Iterable[Pair] | None) -> tuple[list[torch.Tensor], list[Pair]]:
-        """The logits of each prompt, and what ran fused."""
+    def run(only: Iterable[Pair] | None) -> tuple[list[torch.Tensor], Report]:
+        """The logits of each prompt, and the report of what ran fused."""
         torch._dynamo.reset()
         fused = compile(model, config=attrs.evolve(chosen, only=only), registry=registry)
         with torch.no_grad():
             logits = [fused(input_ids=ids, use_cache=False).logits[0].float() for ids in rows]
-        return logits, [*fused.report.executed]
+        return logits, fused.report
 
+    begin("without fusions")
     plain, _ = run(())
 
     def moved_by(logits: list[torch.Tensor]) -> Moved:
@@ -173,18 +359,26 @@ def bisect(
             beyond=tokens > 0 if greedy else not relative <= most,
         )
 
-    known: dict[frozenset[Pair] | None, tuple[Moved, list[Pair]]] = {}
+    known: dict[frozenset[Pair] | None, tuple[Moved, Report]] = {}
 
-    def tried(only: Iterable[Pair] | None) -> tuple[Moved, list[Pair]]:
-        key = None if only is None else frozenset(only)
+    def tried(only: Iterable[Pair] | None) -> tuple[Moved, Report]:
+        some = None if only is None else [*only]
+        key = None if some is None else frozenset(some)
         if key not in known:
-            logits, ran = run(key)
-            known[key] = moved_by(logits), ran
-            step(f"{_named(ran)}: {known[key][0]}")
+            begin("with all fusions" if some is None else f"with {_named(some)}")
+            logits, report = run(key)
+            known[key] = moved_by(logits), report
+            step(f"{_named([*report.executed])}: {known[key][0]}")
         return known[key]
 
-    whole, pairs = tried(None)
-    if not whole.beyond or not pairs:
+    whole, report = tried(among)
+    pairs, left = [*report.executed], [*_not_run(report, among)]
+    if not pairs:
+        refused = {f"{each.fusion} at {each.site}": each.reason for each in report.plan.refused()}
+        raise NothingRanError(left or [*in_groups(refused)] or [str(report.plan.why_empty)])
+    for line in left:
+        step(f"not searched: {line}")
+    if not whole.beyond:
         return None
 
     def by_fusion(names: Iterable[str]) -> list[Pair]:
@@ -193,9 +387,27 @@ def bisect(
 
     names = smallest([*dict.fromkeys(name for _, name in pairs)], lambda some: tried(by_fusion(some))[0].beyond)
     found = smallest(by_fusion(names), lambda some: tried(some)[0].beyond)
-    moved, ran = tried(found)  # layers that share a graph share what is fused in it
+    moved, report = tried(found)  # layers that share a graph share what is fused in it
+    ran = [*report.executed]
     others, _ = tried(pair for pair in pairs if pair not in ran)
     return Found(pairs=tuple(ran), moved=moved, others=others)
+
+
+def _not_run(report: Report, among: Iterable[Pair] | None) -> Iterator[str]:
+    """What was to run and did not, each fusion and reason a line."""
+    from .fusion.report import in_groups
+
+    wanted = [(each.site, each.fusion) for each in report.plan.expected()] if among is None else among
+    sites: dict[str, list[str]] = {}
+    for site, fusion in dict.fromkeys(wanted):
+        if (site, fusion) not in report.executed:
+            sites.setdefault(fusion, []).append(site)
+    for fusion, several in sites.items():
+        verdict = report.of(fusion)
+        said = {each.site: each.reason for each in report.plan.decisions if each.fusion == fusion}
+        reasons = {**said, **verdict.beyond, **verdict.refused}
+        for line in in_groups({site: reasons.get(site, "it has no place there") for site in several}):
+            yield f"{fusion} at {line}"
 
 
 def _named(pairs: Sequence[Pair]) -> str:

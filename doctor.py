@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ from warnings import catch_warnings, simplefilter
 from attrs import evolve, frozen
 
 from ._version import version_text
-from .adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean
+from .adapters.errors import ArgumentError, LayerfuseError, counted, cut, did_you_mean
 from .adapters.variables import unknown_variables
 
 if TYPE_CHECKING:
@@ -96,7 +96,6 @@ def diagnose() -> Diagnosis:
         *environment(
             on="cuda" if gpu.state == "found" else "cpu",
             has_torch=torch.state == "found",
-            engines=[name for name in ("vllm", "sglang") if _version(name).state == "found"],
         ),
     ]
     enables = tuple(_enables({found.name: found for found in findings}))
@@ -263,15 +262,15 @@ def _chain_plugins() -> list[Finding]:
             Exception
         ):  # without a torch that works; with it, a fusion whose ops torch does not take is refused
             from .fusion import ops as _ops  # noqa: F401
-        refused = {(error.plugin, error.package): str(error) for error in FUSIONS.refused}
-        refused |= formats.FORMATS.refused
-    brought = {name: fusion for name, fusion in FUSIONS.items() if fusion.entry_point}
+        refused = {**FUSIONS.refused, **formats.FORMATS.refused}
     findings = []
-    for group, of in ((catalog.GROUP, brought), (formats.GROUP, formats.FORMATS)):
+    for group, of in ((catalog.GROUP, FUSIONS), (formats.GROUP, formats.FORMATS)):
         for point, package in of_group(group):
             name = f"{group.rpartition('.')[2]} of {package} ({cut(point.name)})"
             why = refused.pop((point.name, package), None)
-            known = ", ".join(each for each, declared in of.items() if declared.owner == package)
+            known = ", ".join(
+                name for name, each in of.items() if (each.entry_point, each.owner) == (point.name, package)
+            )
             findings.append(Finding(name=name, state="broken" if why else "found", detail=why or f"known: {known}"))
     return findings
 
@@ -285,11 +284,12 @@ def _backend_plugins() -> list[Finding]:
     from .fusion.linear_ops import LINEARS
     from .registry.entry_points import of_group
 
-    ops = (
-        {form.op.name for fusion in FUSIONS.values() for form in fusion.forms}
-        | {op.name for op in (*MLA, *LINEARS)}
-        | {*canonical()}
-    )
+    declared = [*MLA, *LINEARS, *(form.op for fusion in FUSIONS.values() for form in fusion.forms)]
+    if find_spec("torch") is not None:
+        from .fusion.ops.canonical import CANONICAL
+
+        declared += CANONICAL
+    ops = {**dict.fromkeys(canonical()), **{op.name: op for op in declared}}
     findings = []
     for point, package in of_group(GROUP):
         with catch_warnings():
@@ -299,31 +299,32 @@ def _backend_plugins() -> list[Finding]:
         if isinstance(found, BackendError):
             findings.append(Finding(name=name, state="broken", detail=str(found)))
             continue
-        absent = next((op for op in found.kernels if op not in ops), None)
-        detail = f"kernels for {', '.join(found.kernels) or 'its own fusions'}"
-        if absent is not None:
-            detail = f"it has a kernel for {cut(absent)}, and no op is called that{did_you_mean(absent, ops)}"
-        findings.append(Finding(name=name, state="found" if absent is None else "broken", detail=detail))
+        wrong = []
+        for each, kernel in found.kernels.items():
+            if each not in ops:
+                wrong.append(f"it has a kernel for {cut(each)}, and no op is called that{did_you_mean(each, ops)}")
+            elif (op := ops[each]) is not None and (why := kernel.why_not_for(op)):
+                wrong.append(f"it is left out of {each}: {why}")
+        detail = "; ".join(wrong) or f"kernels for {', '.join(found.kernels) or 'its own fusions'}"
+        findings.append(Finding(name=name, state="broken" if wrong else "found", detail=detail))
     return findings
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------
 
 
-def environment(*, on: str, has_torch: bool, engines: Iterable[str] = ()) -> list[Finding]:
+def environment(*, on: str, has_torch: bool) -> list[Finding]:
     """The variables of this library and the known ones of engines that are set and change what happens, and whether what they say can be read.
 
     Args:
         on: torch's device type here, where a forced backend must run.
         has_torch: without torch no backend is registered, so that none can be looked up.
-        engines: those that are here, in which other fusions are on.
     """
     from .engines.switches import switched
     from .fusion import FUSIONS, FusionConfig
     from .fusion.backends import ENVIRONMENT as BACKEND
     from .fusion.config import ENVIRONMENT as WANTED
     from .fusion.config import SHADOW, FusionConfigError, shadow_calls
-    from .fusion.engine import SPELT
     from .fusion.sites import OWN_PLACE
 
     findings = []
@@ -334,8 +335,7 @@ def environment(*, on: str, has_torch: bool, engines: Iterable[str] = ()) -> lis
                 e for e in FUSIONS.values() if not FusionConfig().why_off(e) and not {*OWN_PLACE}.intersection(e.roles)
             ]
             off = ", ".join(fusion.name for fusion in default if config.why_off(fusion)) or "nothing"
-            there = [f"; {_off_in(name, config) or 'nothing'} in {SPELT[name]}" for name in engines]
-            off = "".join([off, " in fusion.compile" if there else "", *there])
+            off = "; ".join([f"{off} in fusion.compile", *_off_in_engines(config, on)])
             findings.append(Finding(name=WANTED, state="found", detail=f"{wanted}, turns off: {off}"))
         except FusionConfigError as error:
             findings.append(Finding(name=WANTED, state="broken", detail=str(error)))
@@ -345,9 +345,11 @@ def environment(*, on: str, has_torch: bool, engines: Iterable[str] = ()) -> lis
         try:
             calls = shadow_calls()
             compared = (
-                f"{calls} calls of each fused op are compared with its reference" if calls else "nothing is compared"
+                f"compares {counted(calls, 'call')} of each fused op with its reference"
+                if calls
+                else "nothing is compared"
             )
-            findings.append(Finding(name=SHADOW, state="found", detail=f"{compared}, in fusion.compile alone"))
+            findings.append(Finding(name=SHADOW, state="found", detail=compared))
         except ArgumentError as error:
             findings.append(Finding(name=SHADOW, state="broken", detail=str(error)))
     findings += _of_engines()
@@ -383,26 +385,38 @@ def _of_engines() -> list[Finding]:
     return findings
 
 
-def _off_in(name: str, config: FusionConfig) -> str:
-    """What is on in an engine by default on some GPU, and is not with these switches."""
+def _off_in_engines(config: FusionConfig, on: str) -> Iterator[str]:
+    """What these switches turn off in each engine, installed or not: on this GPU, or where nothing is on by default on it, on those where something is."""
+    from .engines.defaults import on_by_default
+    from .fusion import Target
+    from .fusion.engine import SPELT
+
+    here = Target.detect().arch if on == "cuda" else None
+    for name in ("vllm", "sglang"):
+        archs = sorted({arch for archs in on_by_default(name).values() for arch in archs})
+        for arch in [here] if here in archs else archs:
+            yield f"{', '.join(_off_in(name, arch, config)) or 'nothing'} in {SPELT[name]} on {arch}"
+
+
+def _off_in(name: str, arch: str, config: FusionConfig) -> list[str]:
+    """What is on in an engine by default on such a GPU, and is not with these switches."""
     from .engines.defaults import beside, on_by_default
     from .fusion import FUSIONS, Engine
     from .fusion.policy import shipped
 
-    engine, off, kept, on = Engine(name=name), set(), dict[str, list[str]](), on_by_default(name)
-    for each, archs in on.items():
-        faster = next(row for row in shipped().of(each, name) if row.faster)
-        if config.why_off(FUSIONS[each], engine, faster) is not None:
-            off.add(each)
-        else:
-            for arch in archs:
-                kept.setdefault(arch, []).append(each)
-    for arch in {arch for archs in on.values() for arch in archs}:
-        for each in beside(name, on_by_default(name, arch), arch):
-            with_it = beside(name, kept.get(arch, ()), arch) and FUSIONS[each].goes_with not in off
-            if not with_it or config.why_off(FUSIONS[each], engine, companion=True):
+    engine, off, kept, on = Engine(name=name), set(), list[str](), on_by_default(name, arch)
+    for each in on:
+        if FUSIONS[each].goes_with is None:
+            faster = next(row for row in shipped().of(each, name) if row.faster and row.arch == arch)
+            if config.why_off(FUSIONS[each], engine, faster) is None:
+                kept.append(each)
+            else:
                 off.add(each)
-    return ", ".join(sorted(off))
+    for each in beside(name, on, arch):
+        with_it = each in beside(name, kept, arch) and FUSIONS[each].goes_with not in off
+        if not with_it or config.why_off(FUSIONS[each], engine, companion=True):
+            off.add(each)
+    return sorted(off)
 
 
 def _forced(variable: str, forced: str, on: str) -> Finding:

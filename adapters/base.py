@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from .errors import FactsError, did_you_mean, shown
 from .rope_source import RopeSource, parse_rope
-from .sources import Const, NormSource, Path, Source, parse_linears, parse_norm, parse_source, parse_weight
+from .sources import AROUND, Const, NormSource, Path, Source, parse_linears, parse_norm, parse_source, parse_weight
 from .spec_fields import GATED, problem_of
 from .specs import FAMILY_OF, GatedNormSpec, LayerNormSpec, LayerSpec, ResidualSpec, RopeSpec, kind_of
 from .values import VALUES, same
@@ -141,7 +141,10 @@ def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]
     shardable = issubclass(spec, LayerSpec)
     for name in words:
         if name not in allowed:
-            raise FactsError(f"{spec.__name__} has no field {shown(name)}{did_you_mean(name, allowed)}")
+            norms = " or ".join(field for field, kind in kinds.items() if "norm" in kind)
+            inside = f"; it belongs inside a norm's table, in {norms}" if name in AROUND and norms else ""
+            near = inside or did_you_mean(name, allowed) or f"; there are {', '.join(allowed)}"
+            raise FactsError(f"{spec.__name__} has no field {shown(name)}{near}")
     missing = [name for name in kinds if name not in words and name not in _unsaid(spec)]
     for pair in spec.pairs if shardable else ():
         if (pair.total in missing) != (pair.local in missing):

@@ -27,7 +27,17 @@ from .sources import (
     has_keys,
     is_index,
 )
-from .specs import FinalNormSpec, GatedNormSpec, LayerNormSpec, LayerSpec, NormSpec, RopeSpec, goes_with, kind_of
+from .specs import (
+    FinalNormSpec,
+    GatedNormSpec,
+    LayerNormSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    RopeSpec,
+    goes_with,
+    kind_of,
+)
 from .values import UNCHANGED, VALUES, same
 
 Convert: TypeAlias = Callable[[Any], Any]
@@ -123,18 +133,21 @@ class CompiledFacts:
         return f"{type(self).__name__}({self.key!r}, {self.owner!r}, {self.facts.spec.__name__})"
 
     def elsewhere(self, module: Any) -> bool:
-        """Whether another rank of a pipeline holds what the facts describe: only the last one has a model's final norm.
+        """Whether what the facts describe is not here: another rank of a pipeline holds it, or nothing of it is left.
 
-        Most of the others have something in its place that norms nothing.
+        Only the last rank has a model's final norm; most of the others have something in its place that norms nothing. An MLP of no columns
+        is what transformers builds of no shared experts.
         """
-        if self.facts.spec is not FinalNormSpec:
-            return False
-        source: Any = self.facts.parsed["final_norm"]
+        parsed: Mapping[str, Any] = self.facts.parsed
         try:
-            held = source.module.read(module)
+            if self.facts.spec is FinalNormSpec:
+                return norms_nothing(parsed["final_norm"].module.read(module))
+            if issubclass(self.facts.spec, MLPSpec):
+                widths = [place.read(module) for place in parsed.get("intermediate_size", ())[:1]]
+                return widths == [0] and type(widths[0]) is int
         except UnreadableError:
-            return False
-        return norms_nothing(held)
+            pass
+        return False
 
 
 class Near:

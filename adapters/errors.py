@@ -100,6 +100,11 @@ def said(error: BaseException, most: int = 200) -> str:
     return f"{cut(type(error).__name__)}: {cut(text, most)}"
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number and what is counted: `1 line`, `2 lines`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def cut(text: str, most: int = 80) -> str:
     """A text for a message, no longer than this."""
     return text if len(text) <= most else text[: most - 3] + "..."

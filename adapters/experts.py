@@ -189,6 +189,51 @@ _SIZES: Mapping[str, Callable[[Any, Any, Any, LinearSpec | None], Sizes]] = {
     "sglang": _sglang,
     "atom": _atom,
 }
+_TOLD: Mapping[str, tuple[str, ...]] = {
+    "transformers": (
+        "{router}.weight.shape.0",
+        "experts.down_proj.shape.0",
+        "{router}.top_k",
+        "experts.{width}",
+        "experts.down_proj.shape, the side that is no hidden_size",
+    ),
+    "vllm": (
+        "experts.moe_config.num_logical_experts",
+        "experts.moe_config.num_local_experts",
+        "experts.moe_config.experts_per_token",
+        "experts.moe_config.intermediate_size_per_partition of every rank",
+        "experts.moe_config.intermediate_size_per_partition, before padding",
+    ),
+    "sglang": (
+        "experts._num_global_routed, and {router}",
+        "experts._num_local_routed",
+        "experts.top_k, without experts.num_fused_shared_experts",
+        "experts.intermediate_size_per_partition of every rank",
+        "experts.intermediate_size_per_partition",
+    ),
+    "atom": (
+        "experts.expert_layout.num_routed",
+        "experts.local_num_experts, without experts.expert_layout.num_fused_shared_experts",
+        "experts.top_k",
+        "experts.intermediate_size_per_partition of every rank",
+        "experts.intermediate_size_per_partition",
+    ),
+}
+"""Where `_SIZES` reads each of `_SIZED`, below the mixture, in words for people."""
+
+
+def told_of(mixture: Any) -> dict[str, str]:
+    """Where each field of a mixture's `ExpertsSpec` is read, below its module. It is one that `experts_of` has read."""
+    children, held = children_of(mixture), {**vars(mixture), **children_of(mixture)}
+    experts = children["experts"]
+    router = next((name for name in _ROUTERS if held.get(name) is not None), "router")
+    width = "intermediate_dim" if "intermediate_dim" in vars(experts) else "intermediate_size"
+    places = [each.format(router=router, width=width) for each in _TOLD[_engine(experts.__class__) or ""]]
+    shared, _ = _first(_SHARED, children)
+    whole = {"weight": "experts", "activation": "experts", "router": router, "shared": shared or "shared_experts"}
+    return {**dict(zip(_SIZED, places, strict=True)), **whole}
+
+
 SHARED: Mapping[str, Facts] = {
     "transformers": TRANSFORMERS_MLP,
     "vllm": VLLM_MLP,

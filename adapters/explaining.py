@@ -11,6 +11,7 @@ from attrs import frozen
 
 from .conversions import whole
 from .errors import UnreadableError, shown
+from .experts import told_of
 from .reader import LayerReader, Reading
 from .sources import Const, NormSource, Path, Source
 from .specs import ExpertsSpec, NormSpec, Parallel, RopeSpec
@@ -33,7 +34,16 @@ class Explanation:
         rows = [(name, shown(self._value(name)), place) for name, place in self.places.items()]
         widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
         lines = (f"  {name:{widths[0]}}  {value:{widths[1]}}  {place}" for name, value, place in rows)
-        return "\n".join((f"{type(self.spec).__name__} of {self.key}, by {self.owner}", *lines))
+        head = f"{type(self.spec).__name__} of {self.key}, by {self.owner}"
+        return "\n".join(
+            (head, *lines, *([f"  without a place, as by default: {', '.join(rest)}"] if (rest := self.unsaid) else []))
+        )
+
+    @property
+    def unsaid(self) -> tuple[str, ...]:
+        """The fields that nothing of the layer says, and that are as the spec has them by default."""
+        told = {place.partition(".")[0] for place in self.places}
+        return tuple(each.name for each in attrs.fields(type(self.spec)) if each.name not in told)
 
     def _value(self, name: str) -> Any:
         value = self.spec
@@ -50,7 +60,15 @@ def explained(reader: LayerReader, layer: Any, parallel: Parallel | None, path: 
     """
     reading = _Noting(reader, layer, path)
     spec = reader.read(layer, parallel, path, reading)
-    order = [attribute.name for attribute in attrs.fields(type(spec))]
+    fields = attrs.fields(type(spec))
+    order = [attribute.name for attribute in fields]
+    told = {place.partition(".")[0] for place in reading.places}
+    for each in fields:
+        if each.name not in told and (value := getattr(spec, each.name)) != each.default:
+            reading.note(
+                each.name,
+                ", ".join(one.path for one in value) if each.name == "consumers" else "other fields and the class",
+            )
     places = dict(sorted(reading.places.items(), key=lambda place: order.index(place[0].partition(".")[0])))
     return Explanation(spec=spec, key=reader.key, owner=reader.owner, places=MappingProxyType(places))
 
@@ -97,10 +115,11 @@ class _Noting(Reading):
 
     def experts(self) -> ExpertsSpec | None:
         found = super().experts()
-        if found is not None:
-            said = (each.name for each in attrs.fields(ExpertsSpec) if getattr(found, each.name) is not None)
-            for name in said:
-                self.note(f"experts.{name}", f"the mixture at {found.path}")
+        if found is not None and found.path is not None:
+            places = dict(self.near.mixtures.modules(self.layer, self.tables))
+            for name, place in told_of(places[found.path]).items():
+                if getattr(found, name) is not None:
+                    self.note(f"experts.{name}", f"{found.path}.{place}")
         return found
 
     def rope(self, name: str, source: Any) -> RopeSpec:

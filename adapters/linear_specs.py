@@ -113,6 +113,7 @@ def weight_spec(dtype: str, scheme: str, block: tuple[int, int] | None) -> Weigh
 
 PLAIN = weight_spec("bfloat16", "plain", None)
 """What linears that are not quantised hold."""
+NOT_READ = "not known: how the linears are quantised, as what the config says of it is not read"
 NOT_QUANTISED = "they are not quantised in the published checkpoint"
 """What a published checkpoint says of linears whose weights are plain, too: in the place of a quantisation."""
 

@@ -442,7 +442,7 @@ _NORM_DEFAULTS: dict[str, Any] = {
 }
 _GATED = ("activation", "norm_before_gate", "group_size")
 _LAYER = ("has_weight", "has_bias")
-_AROUND = ("consumers", "producers")
+AROUND = ("consumers", "producers")
 _WHERE = "where"
 _OF_LAYER = "layer_epsilon"
 
@@ -484,7 +484,7 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
         words = {"module": words}
     if not isinstance(words, Mapping) or not isinstance(words.get("module"), str):
         raise FactsError(f'{field}: expected a norm, {{module = "...", ...}}, got {shown(words)}')
-    allowed = ("module", *_AROUND, *_NORM_DEFAULTS, _OF_LAYER, *((*_GATED, _WHERE) if gated else _LAYER))
+    allowed = ("module", *AROUND, *_NORM_DEFAULTS, _OF_LAYER, *((*_GATED, _WHERE) if gated else _LAYER))
     for word in words:
         if word not in allowed:
             raise FactsError(f"{field}: a norm has no {shown(word)}{did_you_mean(word, allowed)}")
@@ -495,10 +495,10 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
     module = parse_path(words["module"], field)
     if not isinstance(module, Path):
         raise FactsError(f"{field}: a norm's module is a path, not a quotient")
-    said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k not in ("module", _WHERE, _OF_LAYER, *_AROUND)}}
+    said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k not in ("module", _WHERE, _OF_LAYER, *AROUND)}}
     if _OF_LAYER in words:
         del said["epsilon"]
-    consumers, producers = (parse_linears(words.get(word, []), f"{field}.{word}") for word in _AROUND)
+    consumers, producers = (parse_linears(words.get(word, []), f"{field}.{word}") for word in AROUND)
     return NormSource(
         module,
         tuple((name, parse_source(source, f"{field}.{name}")) for name, source in said.items()),

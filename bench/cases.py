@@ -27,7 +27,7 @@ from ..fusion.declare import (
     Table,
     Weight,
 )
-from ..fusion.sites import OWN_PLACE
+from ..fusion.sites import DECODE, EXPERTS, LINEAR, OWN_PLACE
 from .errors import BenchError, UnknownFusionError
 
 if TYPE_CHECKING:
@@ -179,12 +179,32 @@ def forms_over_ranks() -> dict[str, tuple[Fusion, Form]]:
 def _forms(*, over_ranks: bool) -> dict[str, tuple[Fusion, Form]]:
     found: dict[str, tuple[Fusion, Form]] = {}
     for name, fusion in FUSIONS.items():
-        # What only engines have a place for has scripts of its own.
-        if {*OWN_PLACE}.intersection(fusion.roles):
+        if measured_elsewhere(fusion) is not None:
             continue
         for form in fusion.forms if fusion.across_ranks is over_ranks else ():
             found[name if form.op is fusion.op else form.op.name] = (fusion, form)
     return found
+
+
+_SCRIPTS = {
+    LINEAR: "few_token_gemm.py",
+    EXPERTS: "few_token_experts.py",
+    DECODE: "vllm_engine.py and sglang_engine.py",
+    "mla_decode_group_quant": "vllm_engine.py",
+}
+"""In bench/scripts, by the role of what only engines have a place for, or the name of what not all of them have one for."""
+
+
+def measured_elsewhere(fusion: Fusion) -> str | None:
+    """What measures a fusion that stands in engines alone; None where `bench.run` does."""
+    own = next((role for role in fusion.roles if role in OWN_PLACE), None)
+    if own is None:
+        return None
+    return (
+        f"bench/scripts: {_SCRIPTS.get(fusion.name, _SCRIPTS[own])}"
+        if fusion.owner == "layerfuse"
+        else f"what {fusion.owner} has for it"
+    )
 
 
 def known_form(name: str) -> tuple[Fusion, Form]:
@@ -197,8 +217,8 @@ def known_form(name: str) -> tuple[Fusion, Form]:
     known = forms() | forms_over_ranks()
     if isinstance(name, str) and name in FUSIONS and name not in known:
         raise BenchError(
-            f"{name} stands in engines alone, and is measured by scripts of the repository: few_token_gemm.py and "
-            "few_token_experts.py in bench/scripts, and vllm_engine.py in vLLM"
+            f"{name} stands in engines alone, and is measured by {measured_elsewhere(FUSIONS[name])} "
+            "(`layerfuse bench --list` says what is measured here)"
         )
     if not isinstance(name, str) or name not in known:
         raise UnknownFusionError(name, known)

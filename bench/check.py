@@ -15,7 +15,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from ..fusion.closeness import FLOAT32, NORM_UNITS, SCALE_UNITS
+from ..fusion.closeness import FLOAT32, NORM_UNITS, SCALE_UNITS, values_of_e2m1
 from ..fusion.declare import ELEMENTS, Exponents, Like, Padded, SmallScales
 from ..fusion.ops import quantisation
 from ..fusion.steps import Add, Quant
@@ -158,7 +158,9 @@ def _quantised(work: Work, quant: Quant, right: Tensor, found: list[Tensor], mor
     slack = SCALE_UNITS * FLOAT32 + NORM_UNITS[work.dtype] * torch.finfo(work.dtype).eps
     width = right.shape[-1]
     element = ELEMENTS[quant.format.dtype or f"float8_{case.fp8}"]
-    got = _e2m1(found[0]) if element.per > 1 else found[0].float().double()  # float8 has no arithmetic of its own
+    got = (
+        values_of_e2m1(found[0]) if element.per > 1 else found[0].float().double()
+    )  # float8 has no arithmetic of its own
     problem, scaling = "", quant.format.results[-1]
     if len(found) == 1:
         scale = work.weights[quant.scale].double()
@@ -200,16 +202,6 @@ def _quantised(work: Work, quant: Quant, right: Tensor, found: list[Tensor], mor
     if worst > 1 + 1e-6 and not problem:
         problem = f"a quantised value is off by {worst:.6g} half steps of {element.word} (allowed 1)"
     return worst, problem
-
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def _e2m1(packed: Tensor) -> Tensor:
-    """Two values of each byte, the low bits first, in float64."""
-    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).long()
-    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64, device=packed.device)
-    return table[codes]
 
 
 def _exponent_problem(amax: Tensor, got: Tensor, slack: float | Tensor, largest: int) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 from attrs import field, frozen
 
-from ..adapters.errors import did_you_mean, shown
+from ..adapters.errors import counted, did_you_mean, shown
 from ..adapters.specs import MLASpec
 from ..fusion.chain import Form, Fusion
 from ..fusion.declare import (
@@ -216,7 +216,7 @@ def _refusals(name: str, form: Form, options: Options) -> Iterator[str]:
             "has a format of its own, so it has no fp8 format to choose",
         ),
         (options.ue8m0, UE8M0.name in flags, "has no scales that could be rounded to powers of two"),
-        (grouped, GroupSize in takes, f"has no groups; {' and '.join(_with_groups()) or 'no fusion'} has"),
+        (grouped, GroupSize in takes, f"has no groups; those with groups: {', '.join(_with_groups())}"),
         (options.column_major, COLUMN_MAJOR.name in flags, "has row-major scales only"),
         (options.tma_aligned, TMA_ALIGNED.name in flags, "has no TMA-aligned scales"),
         (
@@ -278,7 +278,7 @@ def _of_widths(widths: Sequence[int], fusion: Fusion, form: Form) -> _Shape:
     if len(given) < len(names) or len(after) > shares or min(given) < 1 or min(after, default=0) < 0:
         more = ", then perhaps that of what follows them in a row (0 for nothing)" if shares else ""
         raise BenchError(
-            f"widths of {fusion.name} are {len(names)} number{'s' if len(names) > 1 else ''}, {', '.join(names)}{more}; "
+            f"widths of {fusion.name} are {counted(len(names), 'number')} of at least 1, {', '.join(names)}{more}; "
             f"got {','.join(map(str, widths))}"
         )
     parts = [f"{name.removesuffix('_width')}{width}" for name, width in zip(names, given, strict=True)]

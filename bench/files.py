@@ -42,7 +42,7 @@ def write(result: Result, folder: str | Path) -> list[Path]:
     try:
         return [_whole(folder / f"{result.slug}.{ending}", text) for ending, text in files.items()]
     except OSError as error:
-        raise CannotMeasureError(f"{folder} cannot be written: {error.strerror or error}") from None
+        raise _not_written(folder, error) from None
 
 
 def writable(folder: str | Path) -> Path:
@@ -57,7 +57,13 @@ def writable(folder: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise CannotMeasureError(f"{folder} cannot be written: {error.strerror or error}") from None
+        raise _not_written(folder, error) from None
+
+
+def _not_written(folder: Path, error: OSError) -> CannotMeasureError:
+    return CannotMeasureError(
+        f"the folder {folder.absolute()} cannot be written: {error.strerror or error}; on the command line --out gives another"
+    )
 
 
 def _whole(path: Path, text: str) -> Path:

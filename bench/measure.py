@@ -14,7 +14,7 @@ import attrs
 from attrs import frozen
 
 from ..adapters.arguments import check_counts, expect, expect_callable
-from ..adapters.errors import shown
+from ..adapters.errors import counted, shown
 from .cases import TOKENS, check_tokens, known_form
 from .choosing import make_case, options_named
 from .errors import BenchError, CannotMeasureError
@@ -189,7 +189,7 @@ def measured(question: _Question, step: Step) -> Result:
             row, found = runs.row(count, place, setting, present, question.rounds, lambda doing: step(doing, total))
             rows.append(row)
             if on_host and count == counts[0]:
-                step(f"{count} tokens: time on the host", total)
+                step(f"{counted(count, 'token')}: time on the host", total)
                 host = runs.host(found)
             del found
             torch._dynamo.reset()

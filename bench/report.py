@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from ..adapters.arguments import expect
+from ..adapters.errors import counted
 from ..fusion.formats import FORMATS, FP8
 from .against import AGAINST, best_unfused, ratio
 from .result import COPY, NOT_ASKED_FOR, Result, Row
@@ -36,7 +37,7 @@ def tables(result: Result) -> list[Table]:
     if result.host:
         found.append(
             Table(
-                title=f"Microseconds of the host per call, {result.host_tokens} tokens, no graph",
+                title=f"Microseconds of the host per call, {counted(result.host_tokens, 'token')}, no graph",
                 head=tuple(host.peer for host in result.host),
                 rows=(tuple(f"{host.us:.1f}" for host in result.host),),
             )
@@ -123,13 +124,17 @@ def heading(result: Result) -> str:
 
 
 def _said_of_right_ones(result: Result) -> Iterator[str]:
-    tokens: dict[tuple[str, str], list[str]] = {}
+    tokens: dict[tuple[str, str], list[int]] = {}
     for row in result.rows:
         for one in row.measured:
             if one.verdict == "ok" and one.message:
-                tokens.setdefault((one.peer, one.message), []).append(str(row.tokens))
+                tokens.setdefault((one.peer, one.message), []).append(row.tokens)
     for (peer, message), several in tokens.items():
-        yield f"{peer} at {', '.join(several)} tokens: {message}"
+        yield f"{peer} at {_listed(several)}: {message}"
+
+
+def _listed(tokens: list[int]) -> str:
+    return f"{', '.join(map(str, tokens))} {'token' if tokens == [1] else 'tokens'}"
 
 
 def _quantised(case: Case) -> str:
@@ -150,11 +155,11 @@ def remarks(result: Result) -> Iterator[str]:
     for row in result.rows:
         for one in row.measured:
             if one.verdict != "ok":
-                yield f"{one.peer} {one.verdict} at {row.tokens} tokens: {one.message}"
+                yield f"{one.peer} {one.verdict} at {counted(row.tokens, 'token')}: {one.message}"
     yield from _said_of_right_ones(result)
     small = [row.tokens for row in result.rows if row.caches is not None and row.caches < 1]
     if small:
-        yield f"all sets together fit the last-level cache at {', '.join(map(str, small))} tokens"
+        yield f"all sets together fit the last-level cache at {_listed(small)}"
 
 
 def markdown(result: Result) -> str:

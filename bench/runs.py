@@ -8,6 +8,7 @@ import attrs
 import torch
 from attrs import define
 
+from ..adapters.errors import counted
 from . import check, inputs, sums, timing
 from .inputs import Work
 from .peers import Call, InPlace, Peer, RefusedError, Setting, is_ours
@@ -42,14 +43,14 @@ def row(
     step: Callable[[str], None],
 ) -> tuple[Row, list[PeerRun]]:
     """All peers with one number of tokens."""
-    case, cache = setting.case, inputs.cache_size(place)
+    case, cache, at = setting.case, inputs.cache_size(place), counted(tokens, "token")
     sets = min(rank_group().gather(inputs.sets_for(case, tokens, place, len(peers))))
     work = inputs.make(case, tokens, place, sets)
     runs = []
     for peer in peers:
-        step(f"{tokens} tokens: {peer.name}")
+        step(f"{at}: {peer.name}")
         runs.append(_prepare(peer, work, setting))
-    step(f"{tokens} tokens: timing")
+    step(f"{at}: timing")
     _check(work, runs)
     good = [run for run in runs if run.ok]
     if place.type == "cuda":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +61,8 @@ def app() -> None:
       1  the answer is no, or problems were found
       2  a usage error: an unknown option, model, target,
          engine or fusion, or a file that does not exist
+      141  no answer: its reader went before its end, as `head`
+         does, of a command whose exit code is its answer
 
     \b
     Environment:
@@ -125,10 +129,10 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     "--quant",
     metavar="[ROLE=]HOW",
     multiple=True,
-    help="By default the linears are as published, where the model's entry says it. Else none of them is quantised (none), or all quantise "
-    "their activations to fp8: static, per_token, group32, group64, group128, "
-    "or another format by its name, as mxfp8, then perhaps ,column_major, ,tma_aligned, ,ue8m0, ,swizzled (scales in tiles, as vLLM's linears have NVFP4's) or ,inside (of the product's op, as vLLM's linears of FlashInfer do); for every role but final, or for one (latents, "
-    "input, post_attention, final, output, activation). Routed experts stay as published, unless none is quantised or experts=HOW says it. Fusions that take this in change numerics, so this plans at "
+    help="By default the linears are as published, where the model's entry or config says it; else it is not known whether they quantise, and what stands on that depends. HOW says it: "
+    "none, or the format of their activations, static, per_token, group32, group64 or group128 in fp8 or another by its name, as mxfp8. Behind it may stand how scales lie, "
+    "as in group128,column_major,ue8m0: column_major, tma_aligned, ue8m0, swizzled (in tiles, as vLLM's linears have NVFP4's); and inside, where the product's op quantises, as in vLLM's linears of FlashInfer. "
+    "It is of every role but final, or of one: input, post_attention, final, latents, output, activation, linear or experts. Routed experts stay as published, unless none is quantised or experts=HOW says it. Fusions that take this in change numerics, so this plans at "
     "level 2. Repeatable.",
 )
 @click.option("--batch", metavar="N", type=_count, help="Show attention's buffers for N sequences a step.")
@@ -144,26 +148,7 @@ def models(files: tuple[Path, ...], json: bool) -> None:
 @_files
 @_json
 @click.option("--svg", metavar="FILE", type=_NEW_FILE, help="Write the answer as a picture.")
-def plan(
-    model: str | None,
-    tp: int,
-    rank: int,
-    target: str | None,
-    engine: str | None,
-    engine_version: str | None,
-    enforce_eager: bool,
-    quant: tuple[str, ...],
-    batch: int | None,
-    queries: int | None,
-    context: int | None,
-    kv: str | None,
-    release: str | None,
-    all_tp: bool,
-    verbose: bool,
-    files: tuple[Path, ...],
-    json: bool,
-    svg: Path | None,
-) -> None:
+def plan(model: str | None, all_tp: bool, tp: int, rank: int, engine: str | None, **asked: Any) -> None:
     """Show which fusions stand at how many sites of a model, and each reason once, with a number. Needs no torch.
 
     MODEL is a declared name (`layerfuse models`), or the path of a config.json or of its folder.
@@ -209,17 +194,19 @@ def plan(
       layerfuse plan --all-tp --aiter v0.1.18 --svg heads.svg
       layerfuse plan moonshotai/Kimi-Linear-48B-A3B-Instruct --tp 4 --svg plan.svg
     """
-    if json and svg is not None:
+    if asked["json"] and asked["svg"] is not None:
         raise click.UsageError("give either --json or --svg")
-    if (engine_version is not None or enforce_eager) and engine != "vllm":
+    if (asked["engine_version"] is not None or asked["enforce_eager"]) and engine != "vllm":
         raise click.UsageError("--engine-version and --enforce-eager go with --engine vllm")
-    if release is not None and not release.strip():
+    attention = {name: asked.pop(name) for name in ("batch", "queries", "context", "kv", "release")}
+    if attention["release"] is not None and not attention["release"].strip():
         raise click.BadParameter("expected a release, as v0.1.18, got an empty text", param_hint="--aiter")
     from ..fusion import backends
 
     backends.check_declared()  # what is planned would run with it
     if all_tp:
-        if (batch, context, engine, quant) != (None, None, None, ()) or (tp, rank) != (1, 0):
+        others = attention["batch"], attention["context"], engine, asked["quant"]
+        if others != (None, None, None, ()) or (tp, rank) != (1, 0):
             raise click.UsageError(
                 "--all-tp shows every size, and takes --target, --kv, --aiter and --queries: no other option goes with it"
             )
@@ -228,37 +215,21 @@ def plan(
 
         answer_matrix(
             model,
-            target=target or DEFAULT_TARGET,
-            kv=kv or "bf16",
-            release=release,
-            queries=queries or 1,
-            files=files,
-            json=json,
-            svg=svg,
+            target=asked["target"] or DEFAULT_TARGET,
+            kv=attention["kv"] or "bf16",
+            release=attention["release"],
+            queries=attention["queries"] or 1,
+            **{name: asked[name] for name in ("files", "json", "svg")},
         )
         return
     if rank >= tp:
         raise click.BadParameter(f"ranks are 0 to {tp - 1} at --tp {tp}, got {rank}", param_hint="--rank")
     if model is None:
         raise click.UsageError("give a model, or --all-tp for all of them")
-    asked = {"batch": batch, "queries": queries, "context": context, "kv": kv, "release": release}
     from .planning import answer_plan
 
-    answer_plan(
-        model,
-        tp=tp,
-        rank=rank,
-        target=target,
-        engine=engine,
-        engine_version=engine_version,
-        enforce_eager=enforce_eager,
-        quant=quant,
-        asked={name: value for name, value in asked.items() if value is not None},
-        files=files,
-        json=json,
-        svg=svg,
-        verbose=verbose,
-    )
+    given = {name: value for name, value in attention.items() if value is not None}
+    answer_plan(model, tp=tp, rank=rank, engine=engine, attention=given, **asked)
 
 
 @_command("Build small real models, fuse them, and compare")
@@ -267,9 +238,7 @@ def plan(
 @_files
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run; the GPU if there is one.")
 @click.option("--json", "json", metavar="FILE", type=_NEW_FILE, help="Also write the results as JSON.")
-def verify(
-    names: tuple[str, ...], all_small: bool, files: tuple[Path, ...], device: str | None, json: Path | None
-) -> None:
+def verify(names: tuple[str, ...], all_small: bool, **asked: Any) -> None:
     """Build small real models with true head and latent widths, fuse them, and compare with the unfused ones.
 
     Without names: DeepSeek-V3, Kimi-K2.5, Kimi-Linear and GPT-OSS. Needs torch, transformers and a C++ compiler, and
@@ -283,19 +252,22 @@ def verify(
         raise click.UsageError("give either model names or --all-small")
     from .verifying import answer_verify
 
-    answer_verify(names, all_small=all_small, files=files, device=device, json=json)
+    answer_verify(names, all_small=all_small, **asked)
 
 
 def _config(_: click.Context, __: click.Parameter, config: Path) -> Path:
-    """A path that exists; of a declared model, which commands say what it holds."""
-    if not config.exists():
-        from ..registry.entries import Entries
+    """A path that leads to a config.json; of a declared model, which commands say what it holds."""
+    name = str(config)
+    if os.path.exists(config / "config.json" if os.path.isdir(config) else config):
+        return config
+    from ..registry.entries import Entries
+    from .models import no_config
 
-        name = str(config).lower()
-        declared = any(name in head.names for head in Entries.shipped().heads.values())
-        other = f"; it is a declared model, which `layerfuse specs {config}` and `layerfuse plan {config}` show"
-        raise click.BadParameter(f"Path {str(config)!r} does not exist{other if declared else '.'}")
-    return config
+    heads = Entries.shipped().heads
+    other = f"`layerfuse models` lists the {len(heads)} that need none"
+    if any(name.lower() in head.names for head in heads.values()):
+        other = f"it is a declared model, which `layerfuse specs {name}` and `layerfuse plan {name}` show"
+    raise click.BadParameter(f"{no_config(name)}; {other}")
 
 
 @_command("Read a config.json, and print a models.toml entry for it")
@@ -323,8 +295,6 @@ def inspect(config: Path, name: str | None, layer: str | None, files: tuple[Path
       layerfuse inspect checkpoints/my-model > my-model.toml
       layerfuse inspect checkpoints/my-model --layer model.layers.3
     """  # noqa: D205 - click shows the first paragraph as the summary
-    if config.is_dir() and not (config / "config.json").exists():
-        raise click.BadParameter(f"there is no config.json in {str(config)!r}", param_hint="CONFIG")
     if layer is not None and (name or json):
         raise click.UsageError("--layer goes without --name and --json")
     from .inspecting import answer_inspect, answer_layer
@@ -409,16 +379,7 @@ def contract(model: str, weights: Path | None, files: tuple[Path, ...], json: bo
 @click.option("--names", is_flag=True, help="Names for vLLM and transformers instead, as JSON. Needs transformers.")
 @_files
 @_json
-def specs(
-    model: str,
-    tp: int,
-    rank: int,
-    engine: str | None,
-    published: bool,
-    names: bool,
-    files: tuple[Path, ...],
-    json: bool,
-) -> None:
+def specs(model: str, tp: int, rank: int, names: bool, **asked: Any) -> None:
     """Print the spec of every layer on one rank. Needs no torch.
 
     With --names it prints the packed_modules_mapping that vLLM asks of a model, and the keys under which transformers'
@@ -436,9 +397,9 @@ def specs(
     from .specs import answer_names, answer_specs
 
     if names:
-        answer_names(model, files=files)
+        answer_names(model, files=asked["files"])
         return
-    answer_specs(model, tp=tp, rank=rank, engine=engine, published=published, files=files, json=json)
+    answer_specs(model, tp=tp, rank=rank, **asked)
 
 
 @_command("What two plans or two reports say differently")
@@ -459,22 +420,37 @@ def diff(before: Path, after: Path, json: bool) -> None:
     answer_diff(before, after, json=json)
 
 
+def _finite(_: click.Context, __: click.Parameter, number: float | None) -> float | None:
+    if number is not None and not math.isfinite(number):
+        raise click.BadParameter(f"{number} is no finite number")
+    return number
+
+
 @_command("Find the fusions and sites that move a model's numbers")
 @_model
 @click.argument("prompts", type=_FILE)
 @click.option(
-    "--tolerance", metavar="X", type=click.FloatRange(0), help="Allow this much, as a fraction of the largest logit."
+    "--tolerance",
+    metavar="X",
+    type=click.FloatRange(0),
+    callback=_finite,
+    help="Allow this much, as a fraction of the largest logit.",
+)
+@click.option(
+    "--report",
+    metavar="FILE",
+    type=_FILE,
+    help="Search what this report says is fused: an engine's, or one of fusion.compile.",
 )
 @click.option("--greedy", is_flag=True, help="Hold the most likely token at each position instead of the logits.")
 @_files
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run; the GPU if there is one.")
-def bisect(
-    model: str, prompts: Path, tolerance: float | None, greedy: bool, files: tuple[Path, ...], device: str | None
-) -> None:
+def bisect(model: str, prompts: Path, **asked: Any) -> None:
     """Find the fusions and sites that move a model's numbers: run it with halves of them switched off.
 
     MODEL is a declared model, of which a small one is built as for verify, or a folder with config.json and weights.
-    PROMPTS holds token ids, a JSON list on each line. LAYERFUSE_FUSIONS says which fusions take part. Without
+    PROMPTS holds token ids, a JSON list on each line. LAYERFUSE_FUSIONS says which fusions take part. With --report it
+    is what was fused there, but for what that variable switches off; what the model has no site for is named. Without
     --tolerance, what verify allows for the dtype is allowed. Exits with 1 where something moves a number too far.
 
     \b
@@ -483,13 +459,18 @@ def bisect(
     """
     from .bisecting import answer_bisect
 
-    answer_bisect(model, prompts, tolerance=tolerance, greedy=greedy, files=files, device=device)
+    answer_bisect(model, prompts, **asked)
 
 
 @_command("Time fusions against their peers, and check every result")
 @click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=fusion_names)
 @click.option(
-    "--list", is_flag=True, is_eager=True, expose_value=False, callback=list_fusions, help="List all fusions."
+    "--list",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=list_fusions,
+    help="List what is measured, and by what the rest is.",
 )
 @click.option("--model", shell_complete=_names, help="Whose widths to take; by default one that has the fusion.")
 @click.option("--widths", metavar="N,N,...", help="Widths of your own instead, in the order of the op's arguments.")
@@ -518,7 +499,12 @@ def bisect(
 )
 @click.option("--quick", is_flag=True, help="Fewer tokens and rounds, and nothing that takes minutes to tune.")
 @click.option("--device", metavar="NAME", help="cuda or cpu; by default the GPU if there is one.")
-@click.option("--ranks", type=int, help="Processes of an all-reduce; by default one per GPU, two on a CPU.")
+@click.option(
+    "--ranks",
+    metavar="N",
+    type=click.IntRange(2, LARGEST),
+    help="Processes; by default one per GPU, two on a CPU.",
+)
 @click.option(
     "--out",
     metavar="FOLDER",

@@ -18,7 +18,7 @@ from ..fusion.metadata import (
     plan_metadata,
     plan_state,
 )
-from .console import show
+from .console import facts, show
 from .kinds import kinds_of
 
 if TYPE_CHECKING:
@@ -127,7 +127,6 @@ def _cache(specs: Sequence[tuple[str, Any]], asked: Asked) -> list[dict[str, Any
 
 def show_attention(data: dict[str, Any], to: Console) -> None:
     """The answer for people."""
-    from rich.table import Table
     from rich.text import Text
 
     queries = "1 query" if data["queries"] == 1 else f"{data['queries']} queries"
@@ -141,21 +140,11 @@ def show_attention(data: dict[str, Any], to: Console) -> None:
         plural = "layer" if group["layers"] == 1 else "layers"
         to.print()
         to.print(Text.assemble((group["group"], "bold cyan"), f": {group['layers']} {plural}"))
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True, style="dim")
-        grid.add_column(overflow="fold")
-        for label, value in _rows(group):
-            style = {"warning": "yellow", "refused": "red"}.get(label, "")
-            grid.add_row(f"  {label}", Text(value, style=style))
-        show(grid, to)
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold")
+        styles = {"warning": "yellow", "refused": "red"}
+        show(facts((f"  {label}", Text(value, style=styles.get(label, ""))) for label, value in _rows(group)), to)
     to.print()
     to.print(Text("memory on this rank", style="bold cyan"))
-    for label, value in _memory(data):
-        grid.add_row(f"  {label}", value)
-    show(grid, to)
+    show(facts((f"  {label}", value) for label, value in _memory(data)), to)
 
 
 def _rows(group: dict[str, Any]) -> Iterator[tuple[str, str]]:

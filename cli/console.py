@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.errors import LayerfuseError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Callable, Iterable
+
+    from rich.console import Console, RenderableType
+    from rich.table import Table
 
 PIPED_WIDTH = 200
 """Columns where no terminal says how many: wide enough that a line of output stays a line."""
@@ -43,19 +46,6 @@ def prose_width(to: Console) -> int:
     return to.width if to.is_terminal or os.environ.get("COLUMNS") else min(to.width, PROSE_WIDTH)
 
 
-def at_commas(said: str, width: int) -> str:
-    """A sentence whose words of more than a line are broken behind commas: rich would break them inside of a name."""
-    words = []
-    for word in said.split(" "):
-        lines = [""]
-        for piece in re.findall(r"[^,]*,|[^,]+", word) if len(word) > width else [word]:
-            if lines[-1] and len(lines[-1] + piece) > width:
-                lines.append("")
-            lines[-1] += piece
-        words.append("\n".join(lines))
-    return " ".join(words)
-
-
 def show(what: Any, to: Console, width: int | None = None) -> None:
     """Print something. A pipe gets no blanks at the ends of lines, with which rich fills its tables."""
     if to.is_terminal or to.record:
@@ -66,11 +56,38 @@ def show(what: Any, to: Console, width: int | None = None) -> None:
     print("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")), file=to.file)
 
 
-def drawing() -> Console:
-    """A console that writes nowhere and remembers, for `svg_of`."""
+def show_said(said: str, to: Console) -> None:
+    """Print a sentence. A word that is longer than a line is one of its own and stays whole, as it may be there to be copied."""
+    from rich.text import Text
+
+    width = prose_width(to)
+    for is_long, words in groupby(said.split(" "), key=lambda word: len(word) > width):
+        if is_long and not to.record:
+            print(*words, sep="\n", file=to.file)
+        else:
+            show(Text(" ".join(words)), to, width)
+
+
+def facts(rows: Iterable[tuple[RenderableType, RenderableType]]) -> Table:
+    """What something is called, and what it is: a line each, of which the second is folded."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def draw(shown: Callable[[Console], object], svg: Path | None, title: str) -> None:
+    """Print what `shown` prints, or write it as an SVG with this title: the same output gives the same file."""
+    if svg is None:
+        shown(console())
+        return
     from rich.console import Console
 
-    return Console(
+    canvas = Console(
         record=True,
         file=io.StringIO(),
         width=SVG_WIDTH,
@@ -81,11 +98,9 @@ def drawing() -> Console:
         markup=False,
         legacy_windows=False,
     )
-
-
-def svg_of(recorded: Console, title: str) -> str:
-    """What a `drawing` console was given, as an SVG. The same input gives the same file."""
-    return recorded.export_svg(title=title, unique_id="layerfuse")
+    shown(canvas)
+    write_text(svg, canvas.export_svg(title=title, unique_id="layerfuse"))
+    print(f"wrote {svg}")
 
 
 def print_json(data: Any) -> None:

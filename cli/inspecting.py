@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..adapters.errors import ArgumentValueError, did_you_mean
-from .checking import count
+from ..adapters.errors import ArgumentValueError, counted, did_you_mean
 from .models import inspected, registry_with
 
 
@@ -46,7 +45,7 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
         same = f" (and {', '.join(others)}, with the same layers)" if others else ""
         entry = f"the one that follows is for the name {found.entry.name}"
         quantised, theirs = (set(map(str, each.quant.values())) for each in (found.entry, registry.model(first)))
-        if quantised == theirs:
+        if quantised == theirs and found.unread is None:
             said.append(f"this is {first}{same}: `layerfuse plan {first}` knows it without an entry; {entry}")
         else:
             how = " | ".join(sorted(quantised)) or "not, as far as that is read"
@@ -61,7 +60,7 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
             f"it with `layerfuse contract {found.entry.name} --models FILE`"
         )
     elif found.notes:
-        said.append(f"what is left to check is noted above the entry, in {count(len(found.notes), 'line')}")
+        said.append(f"what is left to check is noted above the entry, in {counted(len(found.notes), 'line')}")
     print("\n".join(said), file=sys.stderr)
     print(found.toml(), end="")
     if found.problems:

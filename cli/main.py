@@ -35,6 +35,12 @@ WRONG_QUESTIONS = frozenset(
 BRIEF = ("models", "plan")
 """Commands that are done before Python would find anything to free: looking for it, and once more as it ends, was a sixth of a plan's time."""
 
+ANSWERS = ("bench", "bisect", "check", "contract", "diff", "doctor", "inspect", "verify")
+"""Commands whose exit code is their answer."""
+
+UNREAD = 141
+"""The exit code of an answer whose reader went before its end, as of other programs in a pipe: 128 and SIGPIPE's number."""
+
 INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ended, as shells have it."""
 
@@ -46,16 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         arguments: as in `sys.argv[1:]`, which is used if not given.
     """
     code = 0
-    brief = arguments is None and sys.argv[1:2] != [] and sys.argv[1] in BRIEF
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    command = given[0] if given else ""
+    brief = arguments is None and command in BRIEF
     if brief:
         gc.disable()
     _write_any_letter()
     try:
-        code = _run(sys.argv[1:] if arguments is None else list(arguments))
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        if sys.stdout is None:
+            raise OSError("stdout is closed")
+        code = _run(given)
+        sys.stdout.flush()
     except BrokenPipeError:
-        pass  # The reader of a pipe has closed it (`| head`): that is no error.
+        # The reader of a pipe has closed it (`| head`): that is no error, but what is unread is no yes either.
+        code = code or (UNREAD if command in ANSWERS else 0)
     except OSError as error:
         if error.filename is not None or _traceback():  # about some file, not about the output
             raise
@@ -63,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _say(f"cannot write output: {error.strerror or error}")
     _give_up_what_cannot_be_written()
     if brief:
-        gc.freeze()  # before looking is allowed again, which would begin with all that there is
+        if "triton" not in sys.modules:  # its bindings would call what is frozen a leak
+            gc.freeze()  # before looking is allowed again, which would begin with all that there is
         gc.enable()
     raise SystemExit(code)
 

@@ -16,7 +16,7 @@ from ..adapters.errors import SpecError
 from ..adapters.specs import MLASpec, ResidualSpec
 from ..fusion import FUSIONS, Target, plan
 from ..fusion.metadata import HeadsRefusedError, plan_heads, releases_named
-from .console import require_writable, show, write_text
+from .console import draw, print_json, require_writable, show
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -170,7 +170,6 @@ def answer_matrix(
     svg: Path | None,
 ) -> None:
     """Print the matrix, or write it as a picture."""
-    from .console import console, drawing, print_json, svg_of
     from .models import find_model, registry_with
 
     require_writable(svg)
@@ -178,10 +177,5 @@ def answer_matrix(
     data = matrix_data(entries, target=target, kv=kv, release=release, queries=queries)
     if json:
         print_json(data)
-    elif svg is None:
-        show_matrix(data, console())
     else:
-        canvas = drawing()
-        show_matrix(data, canvas)
-        write_text(svg, svg_of(canvas, f"layerfuse plan --all-tp --target {target} --kv {kv}"))
-        print(f"wrote {svg}")
+        draw(partial(show_matrix, data), svg, f"layerfuse plan --all-tp --target {target} --kv {kv}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..adapters.errors import shown
+from ..adapters.errors import LayerfuseError, shown
 from ..registry.entries import Entries
 from ..registry.errors import UnknownModelError
 
@@ -22,11 +22,17 @@ class NoConfigError(UnknownModelError):
     """A path that leads to no config.json."""
 
     def __str__(self) -> str:
-        there = f"there is no config.json {'in' if os.path.isdir(self.name) else 'at'}"
-        return (
-            f"{there} {shown(self.name, 400)}: expected the path of a config.json or of the folder that holds it, or the name or Hugging Face "
-            f"id of a declared model (`layerfuse models` lists all {len(self.known)})"
-        )
+        named = f"the name or Hugging Face id of a declared model (`layerfuse models` lists all {len(self.known)})"
+        return f"{no_config(self.name)}, or {named}"
+
+
+def no_config(path: str) -> str:
+    """That this leads to none, and what would."""
+    if os.path.exists(path) and not os.path.isdir(path):
+        there = f"{shown(path, 400)} is there, but its name does not end in .json"
+    else:
+        there = f"there is no config.json {'in' if os.path.isdir(path) else 'at'} {shown(path, 400)}"
+    return f"{there}: expected the path of a config.json or of the folder that holds it"
 
 
 def _is_path(name: str) -> bool:
@@ -49,9 +55,27 @@ def registry_with(files: Sequence[Path]) -> Registry:
     from ..registry.defaults import fresh
 
     registry = fresh()
-    for file in files:
-        registry.load(file)
+    for answer in loaded(registry, files):
+        if isinstance(answer, LayerfuseError):
+            raise answer
     return registry
+
+
+def loaded(registry: Registry, files: Sequence[Path]) -> list[Mapping[str, ModelEntry] | LayerfuseError]:
+    """The entries of each file, which are registered, or what is wrong with it. A file may use what another one declares, in any order."""
+    found: dict[int, Mapping[str, ModelEntry] | LayerfuseError] = {}
+    left = [*enumerate(files)]
+    while left:
+        for number, file in left:
+            try:
+                found[number] = registry.load(file)
+            except LayerfuseError as error:
+                found[number] = error
+        wrong = [each for each in left if isinstance(found[each[0]], LayerfuseError)]
+        if len(wrong) == len(left):
+            break
+        left = wrong
+    return [found[number] for number in range(len(files))]
 
 
 def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspection:
@@ -75,8 +99,8 @@ def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
     return found_model(name, files)[0]
 
 
-def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str | None]:
-    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder, and the file that says how its checkpoint is quantised.
+def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str | None, bool]:
+    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder, the file that says how its checkpoint is quantised, and whether that is not read.
 
     A model that ships with the library is read alone: looking for plugins would take longer than everything else that
     `plan` does.
@@ -90,27 +114,33 @@ def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str 
         shipped = Entries.shipped()
         for key, head in shipped.heads.items():
             if name.lower() in head.names:
-                return shipped[key], None
+                return shipped[key], None, False
+    name = name.removeprefix("https://huggingface.co/")  # as it is copied from a browser
     registry, config = registry_with(files), os.path.join(name, "config.json") if os.path.isdir(name) else name
     try:
-        return registry.model(name), None
+        return registry.model(name), None, False
     except UnknownModelError as error:
         if not os.path.isfile(config) or not config.endswith(".json"):
-            if _is_path(name):
+            if _is_path(name) or not (error.closest or error.quantised):
                 raise NoConfigError(name, error.known) from None
             raise
     found = inspected(Path(config), registry)
-    from ..registry.inspect import MODELOPT
+    from ..registry.inspect import MODELOPT, NOT_DECLARED
 
     beside = any(kind.source.startswith(MODELOPT) for kind in found.entry.quant.values())
     says = os.path.join(os.path.dirname(config), MODELOPT) if beside else config
-    if found.unread is not None:
-        print(f"layerfuse: {config}: {found.unread}", file=sys.stderr)
+    for note in found.lost:
+        print(f"layerfuse: {config}: {note}", file=sys.stderr)
     if found.same_as:
         import attrs
 
         # The layers of a declared model; how this copy of it is quantised, its own config says.
-        return attrs.evolve(registry.model(found.same_as[0]), quant=found.entry.quant), says
-    said = f"layerfuse: {config} was read alone; `layerfuse inspect` holds what it says to the model's own code"
+        same = attrs.evolve(registry.model(found.same_as[0]), quant=found.entry.quant)
+        return same, says, found.unread is not None
+    undeclared = any(note.startswith(NOT_DECLARED) for note in found.notes)
+    engines = f"; {NOT_DECLARED}, and how an engine runs it is not known" if undeclared else ""
+    said = (
+        f"layerfuse: {config} was read alone; `layerfuse inspect` holds what it says to the model's own code{engines}"
+    )
     print(said, file=sys.stderr)
-    return found.entry, says
+    return found.entry, says, found.unread is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ import attrs
 
 from ..adapters.activation_quant import ActivationQuantError
 from ..adapters.errors import LayerfuseError, SpecError, cut, did_you_mean, shown
-from ..adapters.specs import ResidualSpec
+from ..adapters.linear_specs import NOT_READ
+from ..adapters.specs import LinearSpec, ResidualSpec
 from ..adapters.variables import unknown_variables
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.config import ENVIRONMENT, NEEDS_LEVEL, UNLESS, FusionConfigError
@@ -21,9 +23,9 @@ from ..fusion.engine import SPELT
 from ..fusion.formats import why_unknown
 from ..fusion.planning import ANY
 from ..fusion.policy import shipped
-from ..fusion.sites import EXPERTS, ROLES, UNREAD, sites_in_words, stack_of
+from ..fusion.sites import EXPERTS, ROLES, UNREAD, linear_sites, sites_in_words, stack_of
 from ..fusion.steps.linear import HELD
-from .console import at_commas, prose_width, require_writable, show, write_text
+from .console import draw, facts, print_json, prose_width, require_writable, show, show_said
 from .kinds import kinds_of, mixtures_of, ranges, rows_of, spec_dict
 from .summary import Footnotes, is_open, possible, show_summary, summed, with_tokens
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..fusion import Decision
+    from ..fusion.policy import Measurement
     from ..registry.catalog import ModelEntry
     from ..registry.published import Linears, QuantKind
 
@@ -48,9 +51,9 @@ _STYLES = {"expected": "green", "fallback": "cyan", "off": "yellow", "refused": 
 
 
 class TooManyRanksError(LayerfuseError, ValueError):
-    """A model whose heads cannot be shared by that many ranks. `works` holds the sizes that can."""
+    """A model whose heads cannot be shared by that many ranks. `works` holds the sizes that can: size -> the engine's option that it needs, or None."""
 
-    def __init__(self, model: str, tp: int, problems: tuple[str, ...], works: tuple[int, ...]) -> None:
+    def __init__(self, model: str, tp: int, problems: tuple[str, ...], works: Mapping[int, str | None]) -> None:
         self.model = model
         self.tp = tp
         self.problems = problems
@@ -59,11 +62,18 @@ class TooManyRanksError(LayerfuseError, ValueError):
 
     def __str__(self) -> str:
         reasons = "; ".join(dict.fromkeys(self.problems))
-        sizes = ", ".join(map(str, self.works))
-        return (
-            f"{self.model} cannot be sharded over {self.tp} ranks: {reasons}. "
-            f"Sizes up to {LARGEST_TP_LISTED} that work: {sizes}."
+        by_option: dict[str | None, list[str]] = {}
+        for size, option in self.works.items():
+            by_option.setdefault(option, []).append(str(size))
+        sizes = "; ".join(
+            ", ".join(several) + (f" with {option}" if option else "") for option, several in by_option.items()
         )
+        works = (
+            f"Sizes up to {LARGEST_TP_LISTED} that work: {sizes}."
+            if sizes
+            else f"No size up to {LARGEST_TP_LISTED} works."
+        )
+        return f"{self.model} cannot be sharded over {self.tp} ranks: {reasons}. {works}"
 
 
 def target_for(engine: str | None) -> tuple[str, str | None]:
@@ -102,24 +112,27 @@ def sharded(
         TooManyRanksError: the model cannot be sharded that way.
     """
     try:
-        _check_engine(entry, engine)
+        entry.check_engine(engine)
         return list(entry.specs(tp, rank, engine=engine, published=published))
     except SpecError as error:
-        raise TooManyRanksError(entry.name, tp, error.problems, _sizes(entry, engine)) from None
+        raise TooManyRanksError(entry.name, tp, error.problems, _sizes(entry, engine, published)) from None
 
 
-def _sizes(entry: ModelEntry, engine: str | None) -> tuple[int, ...]:
+def _sizes(entry: ModelEntry, engine: str | None, published: bool) -> dict[int, str | None]:
     distinct = {spec for _, spec in entry.specs()}
-    works = []
+    works: dict[int, str | None] = {}
     for size in range(1, LARGEST_TP_LISTED + 1):
         try:
             for spec in distinct:
                 spec.shard(size)
         except SpecError:
             continue
-        if entry.refusal(size, engine) is None:
-            works.append(size)
-    return tuple(works)
+        if entry.refusal(size, engine) is not None:
+            continue
+        specs = list(entry.specs(size, engine=engine, published=True)) if published else []
+        if _why_not_loaded(entry, size, engine, specs) is None:
+            works[size] = WHOLE_EXPERTS[engine] if engine and _why_whole_experts(size, engine, specs) else None
+    return works
 
 
 def plan_data(
@@ -135,6 +148,7 @@ def plan_data(
     enforce_eager: bool = False,
     published: bool = False,
     experts: bool = False,
+    unread: bool = False,
 ) -> dict[str, Any]:
     """The whole answer as plain data; the keys of `layerfuse plan --help` do not change, others are for people (`_SHOWN`).
 
@@ -152,6 +166,8 @@ def plan_data(
     specs = sharded(entry if inside is None else _quantising(entry, inside), tp, rank, engine, published)
     if experts:
         specs = [(path, _with_experts(spec, entry)) for path, spec in specs]
+    if unread:
+        specs = list(_as_unread(specs))
     if release is not None:
         from ..fusion.metadata import releases_named
 
@@ -167,13 +183,19 @@ def plan_data(
         from ..engines.sglang import facts
 
         kinds_said = entry.quant.values() if published else ()
-        methods = [kind.method for kind in kinds_said if {*kind.linears} != {"experts"}]
+        quantised = [kind for kind in kinds_said if {*kind.linears} != {"experts"}]
         mixtures = stack_of(specs).mixtures.values()
-        around = facts.engine_of(entry.architectures, target=device, mixtures=mixtures, methods=methods)
+        around = facts.engine_of(entry.architectures, target=device, mixtures=mixtures, kinds=quantised)
     elif engine == "transformers" and published and any(map(_is_in_blocks, entry.quant.values())):
         from ..engines.transformers_facts import keeps
 
         around = Engine(name=engine, keeps=keeps())
+    why = _why_not_loaded(entry, tp, engine, specs) if published else None
+    whole = _why_whole_experts(tp, engine, specs) if published and why is None else None
+    if around is not None and why is not None:
+        around = attrs.evolve(around, refuses={"*": why})
+    elif around is not None and whole is not None:
+        around = attrs.evolve(around, refuses={**around.refuses, EXPERTS: whole})
     decided, notes = plan(specs, device, config, around), []
     if engine == "vllm":
         from ..engines.vllm import host_bound
@@ -218,6 +240,7 @@ def plan_data(
             *_of_another_release(decided),
             *_left_alone(decided),
             *_uncompiled(decided),
+            *([] if whole is None else [f"{whole}."]),
             *_linears(decided),
             *_leveled(decided),
             *_held(decided),
@@ -241,6 +264,15 @@ def _with_experts(spec: Any, entry: ModelEntry) -> Any:
     return attrs.evolve(spec, experts=Published(entry.quant).routed(spec.experts))
 
 
+def _as_unread(specs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The specs of a checkpoint of which a config says how it is quantised, in words that are not read."""
+    from ..registry.published import Published
+
+    published = Published({}, unsaid=NOT_READ)
+    for path, spec in specs:
+        yield path, published.of(spec, shared=False)
+
+
 def _sites(decided: Plan, paths: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """Role -> what was decided at the sites of these layers, equal decisions taken together."""
     layers = set(paths)
@@ -253,10 +285,6 @@ def _sites(decided: Plan, paths: Sequence[str]) -> dict[str, list[dict[str, Any]
                 rows[key] = rows.get(key, 0) + 1
     names = ("fusion", "decision", "reason", "tokens", "sites")
     return {role: [dict(zip(names, (*key, n), strict=True)) for key, n in rows.items()] for role, rows in found.items()}
-
-
-def _check_engine(entry: ModelEntry, engine: str | None) -> None:
-    entry.check_engine(engine)
 
 
 def _engine_notes(entry: ModelEntry, engine: str | None) -> list[str]:
@@ -293,7 +321,7 @@ def _count(decisions: Iterable[Decision]) -> str:
 
 def _uncompiled(decided: Plan) -> list[str]:
     engine = decided.engine
-    if engine is None or engine.uncompiled is None:
+    if engine is None or engine.uncompiled is None or "*" in engine.refuses:
         return []
     return [
         f"{engine.uncompiled}: fused ops can stand in its modules only, where they are expected at {_count(decided.expected())}."
@@ -322,7 +350,7 @@ def _unfound(decided: Plan) -> list[str]:
     from ..engines.vllm.decode_facts import TAKES
 
     absent = [name for name in Options().named if not decided.concerns(name)]
-    found = decided.unfound(absent, TAKES)
+    found = decided.unfound(absent, TAKES.values())
     return [f"{name} is asked for, and has no site in this model: {why}." for name, why in found.items()]
 
 
@@ -343,17 +371,36 @@ def _switched_on(decided: Plan) -> list[str]:
     engine = decided.engine
     if engine is None or engine.name not in ("vllm", "sglang") or decided.expected() or not off:
         return []
-    names, figures = dict[str, None](), []
+    names, figures, sign = dict[str, None](), [], ""
     for row in shipped().measurement:
         step = attrs.evolve(row, but=None, note=None, fusions=row.fusions[:1]).figure
         quoted = [each.fusion for each in off if row.but is not None and step.partition(" (")[0] in each.reason]
         if quoted and row.engine == engine.name:
             names.update(dict.fromkeys(name for name in row.fusions if name in quoted))
-            figures.append(step)
+            figures.append(step + _elsewhere(row, [each for each in off if each.fusion in quoted]))
+            sign = sign if row.against is None else "+"
     if names:
-        return [f"{ENVIRONMENT}={','.join(names)} switches on what was measured together: {'; '.join(figures)}."]
-    table = """, as does --additional-config '{"layerfuse": {"fusions": ["+NAME"]}}'""" if engine.name == "vllm" else ""
-    return [f"No fusion is on here: {ENVIRONMENT}=+NAME switches on one that is off{table}."]
+        said = ",".join(f"{sign}{name}" for name in names)
+        together = " together" if len(names) > 1 else ""
+        return [f"{ENVIRONMENT}={said} switches on what was measured{together}: {'; '.join(figures)}."]
+    alone = {each.fusion for each in off}
+    name, which = (alone.pop(), "it") if len(alone) == 1 else ("NAME", "one that is off")
+    table = (
+        f""", as does --additional-config '{{"layerfuse": {{"fusions": ["+{name}"]}}}}'"""
+        if engine.name == "vllm"
+        else ""
+    )
+    return [f"No fusion is on here: {ENVIRONMENT}=+{name} switches on {which}{table}."]
+
+
+def _elsewhere(row: Measurement, off: Sequence[Decision]) -> str:
+    """Where a measurement was made, if not in layers like these, with the number of their sites: behind its figure."""
+    there: dict[str, set[str]] = {}
+    for each in off:
+        where = each.reason.partition(f"{row.but}; ")[2].partition(": ")[0]
+        if where:
+            there.setdefault(where, set()).add(each.site)
+    return "".join(f"; for {sites_in_words(len(sites))} that was {where}" for where, sites in there.items())
 
 
 def _held(decided: Plan) -> list[str]:
@@ -371,6 +418,63 @@ def _is_in_blocks(kind: QuantKind) -> bool:
     return kind.weight == "float8_e4m3fn" and kind.weight_spec.block == _BLOCKS and {*kind.linears} != {"experts"}
 
 
+def _why_not_loaded(entry: ModelEntry, tp: int, engine: str | None, specs: Sequence[tuple[str, Any]]) -> str | None:
+    """Why vLLM and SGLang load no such model, where an expert in fp8 blocks, or a rank's share of a linear, is in no whole ones (`validate_fp8_block_shape_moe`, `validate_fp8_block_shape`)."""
+    if engine not in ("vllm", "sglang"):
+        return None
+    width = _width_of_experts(specs)
+    if width is not None and width % _BLOCKS[0]:
+        return f"{SPELT[engine]} does not load this checkpoint: {width} features of an expert are in no whole blocks of 128"
+    if tp == 1 or not any(map(_is_in_blocks, entry.quant.values())):
+        return None
+    for site in linear_sites(specs, {}, stack_of(specs), loaded=False):
+        if site.linear is None or site.quant is None or site.quant.group_size != _BLOCKS[1] or site.experts is not None:
+            continue  # shared experts may be routed ones
+        width = next((each for each in _shared_out(site.spec, site.linear, engine) if each and each % _BLOCKS[0]), None)
+        if width is not None:
+            return (
+                f"{SPELT[engine]} does not load this checkpoint on {tp} ranks: each has {width} of {site.linear.path}'s features, which are no whole "
+                "blocks of 128, and it shares out whole ones alone"
+            )
+    return None
+
+
+def _width_of_experts(specs: Sequence[tuple[str, Any]]) -> int | None:
+    """Features of a routed expert in fp8 blocks, or None where there are none."""
+    held = ((each, each.weight) for each in stack_of(specs).mixtures.values() if each is not None)
+    return next(
+        (each.intermediate_size for each, weight in held if weight is not None and weight.block == _BLOCKS), None
+    )
+
+
+WHOLE_EXPERTS = {"vllm": "--enable-expert-parallel", "sglang": "--ep-size"}
+"""Engine -> its option for expert parallelism."""
+
+
+def _why_whole_experts(tp: int, engine: str | None, specs: Sequence[tuple[str, Any]]) -> str | None:
+    """Why vLLM and SGLang load routed experts in fp8 blocks with expert parallelism alone, as a sentence (vLLM: `validate_fp8_block_shape_moe`); None where they share them out."""
+    width = _width_of_experts(specs)
+    if engine not in WHOLE_EXPERTS or width is None or width % (_BLOCKS[0] * tp) == 0:
+        return None
+    return (
+        f"{SPELT[engine]} loads this checkpoint on {tp} ranks with expert parallelism alone ({WHOLE_EXPERTS[engine]}): {width} features of an expert "
+        "are in no whole blocks of 128 for each rank"
+    )
+
+
+def _shared_out(spec: Any, linear: LinearSpec, engine: str) -> tuple[int | None, ...]:
+    """Features of a linear that ranks share, those of this one, as far as they must be in whole blocks. What gates an MLP is as wide as what its last linear reads."""
+    if linear.style == "row":
+        return (linear.local_in_features,)
+    if linear.path == "qkv_proj" and engine == "sglang":  # vLLM takes what is merged as it is
+        return spec.num_local_heads * spec.head_dim, spec.num_local_kv_heads * spec.head_dim
+    return (linear.local_out_features,) if linear.style == "column" and linear.path in _ALONE else ()
+
+
+_ALONE = ("q_b_proj", "q_proj", "up_proj")
+"""Column-parallel linears that are not merged of several."""
+
+
 def _quantising(entry: ModelEntry, how: str) -> ModelEntry:
     """The entry whose linears in fp8 blocks quantise in another way. Routed experts are run by kernels of their own."""
     quant = {}
@@ -386,15 +490,23 @@ def _quantising(entry: ModelEntry, how: str) -> ModelEntry:
 
 
 def _linears(decided: Plan) -> list[str]:
-    """What vLLM takes on Hopper for linears in blocks of 128, where that decides on what can be fused (engines/vllm/inside.py)."""
-    if decided.engine is None or decided.engine.name != "vllm" or decided.target.arch != "sm90":
+    """What an engine takes on Hopper for linears in blocks of 128, where that decides on what can be fused (engines/vllm/inside.py)."""
+    engine = decided.engine
+    if (
+        engine is None
+        or engine.name not in ("vllm", "sglang")
+        or "*" in engine.refuses
+        or decided.target.arch != "sm90"
+    ):
         return []
-    from ..engines.vllm.switches import BLOCK_LINEARS, BLOCKS_INSIDE, block_switch
-
     quants = (decided.config.quant_at(site) for site in decided.sites if site.linear is not None)
     blocks = [each for each in quants if each is not None and each.group_size == 128]
+    if engine.name == "sglang":
+        return _sglangs_linears(engine, len(blocks)) if blocks else []
+    from ..engines.vllm.switches import BLOCK_LINEARS, BLOCKS_INSIDE, block_switch
+
     switch = block_switch()
-    if blocks and switch is not None and decided.engine.block_linears is not None:
+    if blocks and switch is not None and engine.block_linears is not None:
         return [
             f"{switch} is off: {BLOCK_LINEARS[switch]} multiplies in {len(blocks)} linears with fp8 weights in blocks, as vLLM chooses then."
         ]
@@ -413,7 +525,20 @@ def _linears(decided: Plan) -> list[str]:
     ]
 
 
-def show_plan(data: dict[str, Any], to: Console, verbose: bool = False) -> None:
+def _sglangs_linears(engine: Engine, blocks: int) -> list[str]:
+    from ..engines.sglang.switches import BY_MARLIN, JIT_DEEPGEMM
+
+    if BY_MARLIN in engine.refuses.values():
+        return []
+    by = "DeepGEMM's where it is installed" if engine.block_linears is None else f"{engine.block_linears}'s"
+    off = "" if engine.block_linears is None else f"{JIT_DEEPGEMM} is off, and "
+    return [
+        f"{off}SGLang's --fp8-gemm-backend is taken to be auto: products of {blocks} linears with fp8 weights in blocks are {by}; with "
+        "flashinfer_deepgemm they quantise inside, and nothing that quantises for them stands there."
+    ]
+
+
+def show_plan(data: dict[str, Any], verbose: bool, to: Console) -> None:
     """The answer for people: what is fused at how many sites, and behind it, if asked for, each kind of layer."""
     from rich.text import Text
 
@@ -440,7 +565,7 @@ def show_plan(data: dict[str, Any], to: Console, verbose: bool = False) -> None:
     if data["notes"]:
         to.print()
     for note in data["notes"]:
-        show(Text(at_commas(note, prose_width(to))), to, prose_width(to))
+        show_said(note, to)
     if verbose:
         for kind in data["kinds"]:
             _show_kind(kind, data["engine_does"].values(), data["off"], notes, to)
@@ -454,16 +579,11 @@ def _show_kind(
     kind: Mapping[str, Any], done: Collection[str], off: Collection[str], notes: Footnotes, to: Console
 ) -> None:
     """What layers of a kind hold on this rank, and each decision there with the number of its reason."""
-    from rich.table import Table
     from rich.text import Text
 
     to.print()
     to.print(Text.assemble((kind["kind"], "bold cyan"), f": {_where(kind)}"))
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold")
-    for label, value in kind["rows"]:
-        grid.add_row(f"  {label}", value)
+    grid = facts((f"  {label}", value) for label, value in kind["rows"])
     for role, decisions in kind["sites"].items():
         for label, decision in _listed(decisions, done):
             open_ = decision["decision"] in ("refused", "not_applicable") and is_open(decision["reason"])
@@ -600,21 +720,20 @@ def answer_plan(
     target: str | None,
     engine: str | None,
     quant: Sequence[str],
-    asked: Mapping[str, Any],
+    attention: Mapping[str, Any],
     files: Sequence[Path],
     json: bool,
     svg: Path | None,
-    engine_version: str | None = None,
-    enforce_eager: bool = False,
-    verbose: bool = False,
+    verbose: bool,
+    **of_vllm: Any,
 ) -> None:
-    """Print the plan, or write it as a picture."""
+    """Print the plan, or write it as a picture. `attention` are the fields of `Asked` that were given, `of_vllm` its release and how it is started."""
     from .models import found_model
 
     require_writable(svg)
     for said in unknown_variables():
         print(f"layerfuse: {said}", file=sys.stderr)
-    entry, read = found_model(model, files)
+    entry, read, unread = found_model(model, files)
     target, unsaid = (target, None) if target else target_for(engine)
     experts = experts_as_published(entry, quant)
     data = plan_data(
@@ -626,27 +745,17 @@ def answer_plan(
         config=config_for(quant, experts),
         published=as_published(entry, quant),
         experts=experts,
-        release=asked.get("release"),
-        engine_version=engine_version,
-        enforce_eager=enforce_eager,
+        unread=unread and not quant,
+        release=attention.get("release"),
+        **of_vllm,
     )
     data["read"], data["asked_quant"] = read, quant
     data["notes"] = [*filter(None, [unsaid]), *data["notes"]]
-    if asked:
+    if attention:
         from .attention import Asked, attention_data
 
-        data["attention"] = attention_data(sharded(entry, tp, rank, engine), target, Asked(**asked))
+        data["attention"] = attention_data(sharded(entry, tp, rank, engine), target, Asked(**attention))
     if json:
-        from .console import print_json
-
         print_json({**_documented(data), "kinds": list(map(_documented, data["kinds"]))})
-        return
-    from .console import console, drawing, svg_of
-
-    if svg is None:
-        show_plan(data, console(), verbose)
-        return
-    canvas = drawing()
-    show_plan(data, canvas, verbose)
-    write_text(svg, svg_of(canvas, f"layerfuse plan {data['model']} --tp {tp} --target {target}"))
-    print(f"wrote {svg}")
+    else:
+        draw(partial(show_plan, data, verbose), svg, f"layerfuse plan {data['model']} --tp {tp} --target {target}")

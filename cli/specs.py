@@ -9,6 +9,7 @@ from ..registry.spec_json import to_json
 from .console import print_json
 from .kinds import kinds_of, mixtures_of, ranges
 from .models import find_model, registry_with
+from .planning import sharded
 
 
 def answer_names(model: str, *, files: Sequence[Path]) -> None:
@@ -34,10 +35,10 @@ def answer_specs(
 
     Raises:
         UnknownModelError: no entry has this name.
-        SpecError: the model cannot be sharded that way.
+        TooManyRanksError: the model cannot be sharded that way.
     """
     entry = find_model(model, files)
-    specs = entry.specs(tp, rank, engine=engine, published=published)
+    specs = sharded(entry, tp, rank, engine, published)
     if json:
         print_json({"model": entry.name, "tp": tp, "rank": rank, "engine": engine, **to_json(specs)})
         return

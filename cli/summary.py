@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..fusion.config import UNLESS
+from ..fusion.config import OFF_BY, UNLESS
 from ..fusion.engine import SPELT
 from ..fusion.planning import ANY, UNKNOWN
 from ..fusion.sites import sites_in_words
@@ -85,6 +85,9 @@ def _parts(reason: str) -> tuple[str, ...]:
     if unless:  # said once of all that are off for the same reason: which these are, the table says
         first = why[0] if why.startswith(tuple(SPELT.values())) else why[0].upper()
         return (f"{off.partition(' is ')[2]} {UNLESS}. {first}{why[1:]}",)
+    _, by, said = reason.partition(f" is {OFF_BY} ")
+    if by:
+        return (f"{OFF_BY} {said}",)
     what, _, measured = reason.partition(MEASURED)
     return (what, f"{MEASURED[2:]}{measured}") if measured else (what,)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import console, require_writable, show, write_text
+from .console import console, facts, require_writable, show, write_text
 from .kinds import kinds_of, rows_of
 from .models import registry_with
 from .progress import progress
@@ -45,12 +45,12 @@ def answer_verify(
         entries = job.buildable(registry.models().values())
     else:
         entries = [registry.model(name) for name in names or job.FOUR]
-    job.require(entries, device)
-    quiet()
     out = console()
     results: list[Verified] = []
     total = len(entries) * job.steps_per_model()
     with progress() as step:
+        job.require(entries, device)  # importing torch and transformers takes a while
+        quiet()
         for entry in entries:
             result = job.verify(
                 entry,
@@ -82,15 +82,12 @@ def quiet() -> None:
 
 
 def _show(result: Verified, to: Console) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     verdict = ("not verified", "bold red") if result.problems else ("verified", "bold green")
     to.print()
     to.print(Text.assemble((result.model, "bold"), ": ", verdict, f" on {result.device} in {result.seconds:.0f} s"))
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold")
+    grid = facts(())
     for kind in kinds_of(result.specs):
         spec = "; ".join(map(" ".join, rows_of(kind.spec)))
         grid.add_row("  spec", f"{len(kind.paths)} x {kind.family}: {spec}")

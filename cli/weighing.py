@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..adapters.errors import counted
 from ..registry.safetensors import read_headers
 from ..registry.weights import weigh
-from .checking import count
 from .console import print_json
 from .models import find_model, registry_with
 
@@ -33,13 +33,13 @@ def answer_weights(model: str, folder: Path, *, files: Sequence[Path], json: boo
         more = len(found.problems) - MOST_SHOWN
         lines = [
             *found.problems[:MOST_SHOWN],
-            *([f"and {count(more, 'more problem')}"] if more > 0 else []),
+            *([f"and {counted(more, 'more problem')}"] if more > 0 else []),
             *found.notes,
         ]
         for line in lines:
             print(line)
         print(
-            f"{entry.name}: {count(len(tensors), 'tensor')}, {count(found.held, 'linear or norm', 'linears and norms')} as declared, {count(len(found.problems), 'problem')}"
+            f"{entry.name}: {counted(len(tensors), 'tensor')}, {counted(found.held, 'linear or norm', 'linears and norms')} as declared, {counted(len(found.problems), 'problem')}"
         )
     if found.problems:
         raise SystemExit(1)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
+import cattrs
 import torch
 from attrs import define, field, frozen
 from torch._dynamo.utils import counters
 
 from ..fusion.engine import Engine
 from ..fusion.planning import Plan, plan
-from ..fusion.report import GraphRecord, Report, Use
+from ..fusion.report import GraphRecord, Report
 from ..fusion.rewrite import ModuleIndex, Pipeline
+from ..fusion.shadow import Shadow
 from ..fusion.sites import DECODE
 from . import record_cache
 from .host import here
@@ -96,6 +100,8 @@ class CompiledModule:
     "Numbers of tokens in whose steps the engine's own graph runs, and nothing of layerfuse's is to be called."
     put_off: bool = False
     "Whether the profiling run was such a step, so that the first other one is looked at in its place."
+    shadow: Shadow | None = None
+    "What ops gave beside their references, where that was asked for."
     engine: Engine | None = None
     "What is planned for where none of these takes anything."
     pieces: list[Piece] = field(factory=list)
@@ -201,14 +207,12 @@ class CompiledModule:
             record = GraphRecord(graph=place, uses=(), failed=failed)
             return Piece(number=number, tokens=tokens, source="rewritten", record=record)
         if fresh:
-            record = GraphRecord(
-                graph=place,
-                uses=tuple(use for each in fresh for use in each.uses),
-                unattributed=tuple(sentence for each in fresh for sentence in each.unattributed),
-                strange=tuple(pair for each in fresh for pair in each.strange),
-                others=tuple(op for each in fresh for op in each.others),
-                failed=next((each.failed for each in fresh if each.failed is not None), None),
-            )
+            every: dict[str, Any] = {
+                name: tuple(chain.from_iterable(map(attrgetter(name), fresh)))
+                for name in ("uses", "unattributed", "strange", "others")
+            }
+            failed = next((each.failed for each in fresh if each.failed is not None), None)
+            record = GraphRecord(graph=place, failed=failed, **every)
             known = self._records[key] = self.sites.anchored(outline, record)
             if record.failed is None:
                 record_cache.keep_piece(self.key, *key, "" if self.added is None else self.added.start, known)
@@ -258,12 +262,10 @@ class CompiledModule:
         # Without its records the compiled module is compiled anew by the next start.
         if self.artefact is None or unsure or not self.artefact.exists():
             return None
-        pieces = [
-            {"number": each.number, "tokens": each.tokens, "record": attrs.asdict(each.record), "sites": each.sites}
-            for each in self.pieces
-        ]
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return record_cache.write(self._beside, {"key": self.key, "compiled": now, "pieces": pieces})
+        return record_cache.write(
+            self._beside, {"key": self.key, "compiled": now, "pieces": cattrs.unstructure(self.pieces)}
+        )
 
     def take_kept(self) -> None:
         """Read the records that were written when the engine compiled what it has now read from its cache."""
@@ -273,9 +275,10 @@ class CompiledModule:
         if data is None:
             return
         try:
-            self.pieces = [_kept(each) for each in data["pieces"]]
+            pieces = cattrs.structure(data["pieces"], list[Piece])
+            self.pieces = [attrs.evolve(each, source="kept") for each in pieces]
             self.kept_since = str(data["compiled"])
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, cattrs.BaseValidationError):
             self.pieces.clear()
 
     # ---- what it comes to
@@ -317,25 +320,3 @@ def say_unfound(model: str, unfound: dict[str, str]) -> None:
     """Say so, once each."""
     for line in unfound_lines(model, unfound):
         once(logging.WARNING, "layerfuse: %s", line)
-
-
-def _kept(data: Mapping[str, Any]) -> Piece:
-    record = data["record"]
-    uses = tuple(
-        Use(**{**use, "weights": tuple((place, tuple(names)) for place, names in use["weights"])})
-        for use in record["uses"]
-    )
-    return Piece(
-        number=data["number"],
-        tokens=data["tokens"],
-        source="kept",
-        record=GraphRecord(
-            graph=record["graph"],
-            uses=uses,
-            unattributed=tuple(record["unattributed"]),
-            strange=tuple(map(tuple, record["strange"])),
-            others=tuple(record["others"]),
-            failed=record["failed"],
-        ),
-        sites=tuple(data["sites"]),
-    )

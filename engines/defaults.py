@@ -5,10 +5,13 @@ To import the catalog takes longer than a start-up with nothing to do may.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 
 from ..fusion.engine import SPELT, Engine
 from ..fusion.policy import Measurement, shipped
+from .host import here
+from .process import once
 
 
 def on_by_default(engine: str, arch: str | None = None) -> dict[str, tuple[str, ...]]:
@@ -78,7 +81,10 @@ def may_find_a_site(
         state: whether it has layers with a state of their own.
         latents: whether it has MLA layers.
     """
-    return any(
+    from ..registry.entry_points import entry_points
+
+    # What other packages bring says for itself what it wants.
+    return bool(entry_points("layerfuse.fusions", "layerfuse.formats")) or any(
         (quantised or not name.endswith("_quant"))
         and (state or not name.startswith("gated_"))
         and (latents or not name.startswith("mla_"))
@@ -104,6 +110,13 @@ def measured_elsewhere(engine: str, arch: str, device: str, release: str) -> str
     spelt = SPELT[engine]
     where = " and ".join(f"{spelt} {known} on {gpu}" for known, gpu in there)
     return f"what is on by default here is what was measured faster with {where}; {spelt} {release} on {device} was not measured"
+
+
+def say_if_measured_elsewhere(arch: str, device: str) -> None:
+    """Say once where what is on by default in this engine was measured, if not on such a GPU with this release."""
+    said = measured_elsewhere(here().package, arch, device, here().version())
+    if said is not None:
+        once(logging.INFO, "layerfuse: %s", said)
 
 
 def _faster(engine: str) -> list[Measurement]:

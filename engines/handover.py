@@ -7,7 +7,8 @@ quantised waits here until the next such op: a linear that is given the same ten
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from attrs import define, frozen
@@ -68,6 +69,16 @@ def forget() -> None:
     _here.last = None
 
 
+@contextmanager
+def keeping() -> Iterator[None]:
+    """What waits goes on waiting, whatever ops that are only tried out give meanwhile."""
+    last = _here.last
+    try:
+        yield
+    finally:
+        _here.last = last
+
+
 @frozen(kw_only=True, eq=False)
 class Reader:
     """Where a linear comes to what it reads in fp8."""
@@ -121,6 +132,14 @@ class Wanted:
             given.taken = True
             self._took(self._site)
         return made
+
+
+def static_scale(linear: Any, scheme: str) -> tuple[Tensor | None, bool]:
+    """The scale by which a linear quantises all that it reads, None where the scheme has none, and whether it is as it should be: there, and one number."""
+    if scheme != "static":
+        return None, True
+    scale: Tensor | None = linear._parameters.get("input_scale")
+    return scale, scale is not None and scale.numel() == 1
 
 
 def why_products_apart(theirs: Any, ours: Any) -> str | None:

@@ -31,8 +31,8 @@ class HookError(LookupError):
 class Hook:
     """One function of an engine's, and what is expected of it."""
 
-    name: str
-    "By which layerfuse knows what to do there."
+    name: str = ""
+    "By which layerfuse knows what to do there, where it wraps it."
     does: str = ""
     "What that is, as the doctor says it."
     module: str
@@ -51,6 +51,18 @@ class Hook:
     "Whether nothing may be done without it. One that is not needed belongs to a part of the engine that few use."
     on_rocm: bool = False
     "Whether the engine uses it on ROCm alone, and imports its module there alone."
+
+    @classmethod
+    def of(cls, written: str, **more: Any) -> Hook:
+        """One that is written as `module:path(parameters)`."""
+        place, _, takes = written.removesuffix(")").partition("(")
+        module, _, path = place.partition(":")
+        return cls(module=module, path=path, takes=tuple(takes.split(", ")), **more)
+
+    @property
+    def cls(self) -> tuple[str, str]:
+        """The module and the name of the class of a method."""
+        return self.module, self.path.partition(".")[0]
 
     @property
     def place(self) -> str:

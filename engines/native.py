@@ -22,7 +22,7 @@ from torch import nn
 from ..adapters.errors import FOREIGN, LayerfuseError
 from .hooks import Hook
 from .host import here
-from .whose import codes, imported, is_source, module_of, names_in, package, plain, within
+from .whose import codes, imported, is_source, kind_of, module_of, names_in, package, plain, within
 
 OURS = __name__.partition(".")[0]
 AROUND = frozenset({OURS, "torch", "triton", *sys.stdlib_module_names})
@@ -245,9 +245,7 @@ class Native:
                 return str(HookedError(place, module_of(next(iter(hooks.values())))))
         for module, cls in self.classes:
             if type(module) is not cls:
-                return str(
-                    NotNativeError(f"this {cls.__qualname__}", f"{type(module).__module__}:{type(module).__qualname__}")
-                )
+                return str(NotNativeError(f"this {cls.__qualname__}", ":".join(kind_of(module))))
         for function, (own, place) in self.functions.items():
             if function.__code__ != own:
                 return str(NotNativeError(place, module_of(function), function.__code__.co_filename))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import field, frozen
 
-from ..adapters.errors import LayerfuseError, did_you_mean, shown
+from ..adapters.errors import LayerfuseError, cut, did_you_mean, shown
 
 if TYPE_CHECKING:
     from ..fusion.config import FusionConfig
@@ -19,7 +20,7 @@ KEY = "layerfuse"
 """Under this name of the table."""
 
 
-BACKEND = "LAYERFUSE_BACKEND"
+BACKEND, SHADOW = "LAYERFUSE_BACKEND", "LAYERFUSE_SHADOW"
 
 LINEARS = "few_token_linear", "few_token_linear_row_quant"
 """The fusions that an option of their own asks for, too."""
@@ -43,9 +44,12 @@ def _file(_: Any, attribute: attrs.Attribute[Any], value: str | None) -> None:
         raise OptionsError(f"{attribute.name}: expected the path of a file, got {shown(value)}")
 
 
-def _tokens(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value is not None and (type(value) is not int or value < 0):
-        raise OptionsError(f"{attribute.name}: expected a number of tokens, or 0, got {shown(value)}")
+def _number(words: str) -> Any:
+    def validate(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is not None and (type(value) is not int or value < 0):
+            raise OptionsError(f"{attribute.name}: expected {words}, or 0, got {shown(value)}")
+
+    return validate
 
 
 def _line(value: Any) -> Any:
@@ -73,8 +77,24 @@ class Options:
     "The file that the report is written to; None: beside what the engine's compiler keeps."
     few_token_linears: bool = field(default=False, validator=_is(bool, "true or false"))
     "As `few_token_linear` and `few_token_linear_row_quant`, each with a plus, among the `fusions`."
-    host_bound: int | None = field(default=None, validator=_tokens)
+    host_bound: int | None = field(default=None, validator=_number("a number of tokens"))
     "Tokens up to which a step of more than the engine captures in CUDA graphs runs its own graph, as it waits for the host; 0: none does; None: the default."
+
+    shadow: int | None = field(default=None, validator=_number("how many calls are compared at each site"))
+    "Calls of each fused op at each site that are compared with its reference; None: what `LAYERFUSE_SHADOW` says."
+
+    @property
+    def compared(self) -> int:
+        """How many calls are compared at each site.
+
+        Raises:
+            ArgumentError: `LAYERFUSE_SHADOW` is no number.
+        """
+        if self.shadow is not None or not os.environ.get(SHADOW, "").strip():
+            return self.shadow or 0
+        from ..fusion.config import shadow_calls
+
+        return shadow_calls()
 
     def config(self) -> FusionConfig:
         """The same for plans.
@@ -147,7 +167,7 @@ class Options:
     @property
     def off(self) -> bool:
         """Whether no fusion is wanted at all."""
-        return (self.fusions or "").strip() == "none" and not self.level and not self.few_token_linears
+        return self._line == "none" and not self.level and not self.few_token_linears
 
     @property
     def says_nothing(self) -> bool:
@@ -161,6 +181,27 @@ def is_off(additional_config: Any) -> bool:
     return isinstance(additional_config, Mapping) and additional_config.get(KEY) is False
 
 
+def misnamed(additional_config: Any) -> Iterator[str]:
+    """A sentence on each key of an engine's table that may be meant for the options, where none is theirs."""
+    if isinstance(additional_config, Mapping) and KEY not in additional_config:
+        from difflib import get_close_matches  # only needed for a message
+
+        for name in additional_config:
+            letters = re.sub("[-_]", "", cut(name)).lower() if isinstance(name, str) else ""
+            if get_close_matches(letters, [KEY, "layerfusion"], cutoff=0.85):  # `layers` is none
+                yield f"additional_config has {shown(name)}, which layerfuse does not read; did you mean {KEY!r}?"
+
+
+def unread(options: Options) -> Iterator[str]:
+    """A sentence on each variable that is wrong and, as no fusion is wanted, stops no engine."""
+    if options.off:
+        for read in (check_backend, lambda: options.compared):
+            try:
+                read()
+            except LayerfuseError as error:
+                yield f"all fusions are switched off, so that this stops nothing: {error}"
+
+
 def options_in(additional_config: Any) -> Options:
     """The options in an engine's table, as vLLM's `additional_config`; `false` in their place stands for no fusion.
 
@@ -168,6 +209,7 @@ def options_in(additional_config: Any) -> Options:
         OptionsError: an unknown option, or a value of another type.
         FusionConfigError: a fusion that does not exist, or an unknown level.
         BackendError: `LAYERFUSE_BACKEND` names a backend that no op has.
+        ArgumentError: `LAYERFUSE_SHADOW` is no number.
     """
     if is_off(additional_config):
         return Options(fusions="none")
@@ -193,6 +235,7 @@ def options_in(additional_config: Any) -> Options:
     options = Options(**values)
     if not options.off:
         check_backend()
+        _ = options.compared
         if not options.says_nothing:
             options.check()
     return options

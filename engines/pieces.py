@@ -7,7 +7,6 @@ not layers, and each piece says by itself which layers those are.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -16,39 +15,21 @@ from attrs import field, frozen
 from torch.fx import GraphModule, Node
 
 from ..fusion.planning import Plan
-from ..fusion.report import GraphRecord, Use
+from ..fusion.report import GraphRecord
 from ..fusion.rewrite.attribution import ModuleIndex, join
 from ..fusion.rewrite.parameters import module_path
 from ..fusion.sites import Site
 
 
 @frozen(kw_only=True)
-class Anchored:
-    """One use of a site in a piece, by the place of its module among the nodes."""
-
-    node: int | None
-    "The first node that stands in the module of the site's first norm; None where none says so."
-    depth: int
-    "Which of the modules around that node it is."
-    site: str
-    "The site in the piece that it was recorded in."
-    fused: str | None
-    form: str | None
-    tokens: int | None
-    missed: dict[str, str] = field(factory=dict)
-    left: str | None = None
-
-
-@frozen(kw_only=True)
 class PieceRecord:
     """What rewriting did to a piece, for every piece that is equal to it."""
 
-    uses: tuple[Anchored, ...]
-    unattributed: tuple[str, ...] = ()
-    strange: tuple[tuple[str, str], ...] = ()
-    "As in `GraphRecord`, of the piece that it was recorded in."
-    others: tuple[str, ...] = ()
-    failed: str | None = None
+    record: GraphRecord
+    "Of the piece that it was recorded in."
+    anchors: tuple[tuple[int | None, int], ...]
+    """For each use the first node that stands in the module of the site's first norm, None where none says so, and which of the modules
+    around that node it is."""
 
 
 @frozen(kw_only=True)
@@ -111,57 +92,28 @@ class Sites:
         for number, paths in enumerate(outline.modules):
             for depth, path in enumerate(paths):
                 places.setdefault(self._known(path), (number, depth))
-        uses = []
-        for use in record.uses:
-            node, depth = places.get(_path(self._plan.site[use.site]), (None, 0))
-            uses.append(
-                Anchored(
-                    node=node,
-                    depth=depth,
-                    site=use.site,
-                    fused=use.fused,
-                    form=use.form,
-                    tokens=use.tokens,
-                    missed=dict(use.missed),
-                    left=use.left,
-                )
-            )
-        return PieceRecord(
-            uses=tuple(uses),
-            unattributed=record.unattributed,
-            strange=record.strange,
-            others=record.others,
-            failed=record.failed,
-        )
+        anchors = tuple(places.get(_path(self._plan.site[use.site]), (None, 0)) for use in record.uses)
+        # How norms were found is of this piece alone.
+        uses = tuple(attrs.evolve(use, how="structure", weights=(), whole=True) for use in record.uses)
+        return PieceRecord(record=attrs.evolve(record, uses=uses), anchors=anchors)
 
-    def in_piece(self, outline: Outline, record: PieceRecord, number: int) -> GraphRecord | None:
+    def in_piece(self, outline: Outline, known: PieceRecord, number: int) -> GraphRecord | None:
         """What a record says of a piece that is equal to the recorded one; None where it does not fit.
 
         Args:
             outline: of this piece.
-            record: of the equal one.
+            known: of the equal one.
             number: graphs that came before.
         """
         uses = []
-        for each in record.uses:
-            if each.node is None or each.node >= len(outline.modules):
-                return None
-            paths = outline.modules[each.node]
-            site = self._by_path.get(self._known(paths[each.depth])) if each.depth < len(paths) else None
+        for use, (node, depth) in zip(known.record.uses, known.anchors, strict=True):
+            paths = () if node is None or node >= len(outline.modules) else outline.modules[node]
+            site = self._by_path.get(self._known(paths[depth])) if depth < len(paths) else None
             if site is None:
                 return None
-            missed = {f: why for f, why in each.missed.items() if self._expected(site, f, each.tokens)}
-            uses.append(
-                Use(site=site, fused=each.fused, form=each.form, tokens=each.tokens, left=each.left, missed=missed)
-            )
-        return GraphRecord(
-            graph=number,
-            uses=tuple(uses),
-            unattributed=record.unattributed,
-            strange=record.strange,
-            others=record.others,
-            failed=record.failed,
-        )
+            missed = {f: why for f, why in use.missed.items() if self._expected(site, f, use.tokens)}
+            uses.append(attrs.evolve(use, site=site, missed=missed))
+        return attrs.evolve(known.record, graph=number, uses=tuple(uses))
 
     def within(self, outline: Outline) -> tuple[str, ...]:
         """The sites whose norms stand in a piece, by its modules."""
@@ -182,24 +134,3 @@ def _path(site: Site) -> str:
     """The module that tells a site from every other: its first norm or its linear, or the layer where it has neither."""
     module = site.modules[0]
     return site.layer if module is None else join(site.layer, module)
-
-
-def to_dict(record: PieceRecord) -> dict[str, Any]:
-    """Plain data, for JSON."""
-    return attrs.asdict(record)
-
-
-def from_dict(data: Mapping[str, Any]) -> PieceRecord:
-    """A record from plain data.
-
-    Raises:
-        TypeError, KeyError: it is none.
-    """
-    uses = tuple(Anchored(**use) for use in data["uses"])
-    return PieceRecord(
-        uses=uses,
-        unattributed=tuple(data["unattributed"]),
-        strange=tuple(map(tuple, data["strange"])),
-        others=tuple(data["others"]),
-        failed=data["failed"],
-    )

@@ -13,11 +13,15 @@ from typing import Any
 from attrs import define, field, frozen
 from torch import nn
 
+from ..adapters.errors import LayerfuseError
 from ..fusion.ops.agreement import RankDisagreementError, agree
 from ..fusion.report import Use
 from ..fusion.rewrite.unknown_norms import UnknownNorm
 from ..fusion.sites import Site
 from .host import here
+
+REFUSALS = (LayerfuseError, TypeError, ValueError)
+"""What an op raises for arguments that it does not take."""
 
 _looking: list[int] = []
 """The threads whose runs are looked at, the innermost last."""
@@ -140,6 +144,10 @@ class Placement(ABC):
     def covers(self, site: Site) -> bool:  # noqa: ARG002 (for those that do)
         """Whether what stands here ran in the place of another site's op."""
         return False
+
+    def left_to_engine(self) -> set[str]:
+        """Sites at which the engine's own code runs, as the expected op does not stand there, and no fallback of it."""
+        return {site for site in tuple(self.missed) if len({*self.fusions_at(site)}) == 1}
 
     @property
     def key(self) -> str:

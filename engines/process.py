@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -50,9 +50,9 @@ def say_if_untested() -> None:
         once(logging.INFO, said, host.name, host.version(), ", ".join(host.tested))
 
 
-def say_unknown_variables() -> None:
-    """Warn once, on the first rank, of variables that look like this library's and are read by nothing."""
-    for said in unknown_variables():
+def say_unknown(others: Iterable[str] = ()) -> None:
+    """Warn once, on the first rank, of variables that look like this library's and are read by nothing, and of these others."""
+    for said in (*unknown_variables(), *others):
         if here().ranks()[0] == 0:
             once(logging.WARNING, "layerfuse: %s", said)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from attrs import field, frozen
 
-from ..adapters.errors import LayerfuseError
+from ..adapters.errors import LayerfuseError, counted
 from ..fusion.catalog import FUSIONS
 from ..fusion.planning import Plan
-from ..fusion.report import FusionMissedError, Missed
+from ..fusion.report import FusionMissedError, Missed, in_groups, unnumbered
 from ..fusion.sites import sites_in_words
 from .compiled_module import CompiledModule
 from .host import here
@@ -56,13 +56,8 @@ class RankReport:
         return bool(self._said() == other._said())
 
     def _said(self) -> tuple[object, ...]:
-        missed = {name: {site: _unnumbered(why) for site, why in sites.items()} for name, sites in self.missed.items()}
+        missed = {name: {site: unnumbered(why) for site, why in sites.items()} for name, sites in self.missed.items()}
         return self.fused, missed, self.called
-
-
-def _unnumbered(reason: str) -> str:
-    """A reason with the numbers of graph nodes left out: `mm_3` is `mm`."""
-    return re.sub(r"\b([A-Za-z]\w*?)_\d+\b", r"\1", reason)
 
 
 def rank_report_of(compiled: CompiledModule, rank: int) -> RankReport:
@@ -135,16 +130,17 @@ def differences(compiled: CompiledModule) -> Iterable[str]:
     if compiled.counted is None or not told or any(piece.source == "unknown" for piece in compiled.pieces):
         return
     planned, known = compiled.ranges(), fused_ops()
-    counted = Counter({op: calls for op, calls in compiled.counted.items() if op in known})
+    ran = Counter({op: calls for op, calls in compiled.counted.items() if op in known})
     # The run had one number of tokens, so that one range of those that were compiled was called.
-    if any(calls == counted for calls in planned.values()):
+    if any(calls == ran for calls in planned.values()):
         return
-    names = sorted({name for calls in (*planned.values(), counted) for name in calls})
+    names = sorted({name for calls in (*planned.values(), ran) for name in calls})
     for name in names:
         said = sorted({calls[name] for calls in planned.values()})
-        if counted[name] not in said:
-            several = " or ".join(map(str, said))
-            yield f"{name} was called {counted[name]} times in the {compiled.run}; the graphs hold it {several} times"
+        if ran[name] not in said:
+            *others, last = said
+            held = " or ".join([*map(str, others), counted(last, "time")])
+            yield f"{name} was called {counted(ran[name], 'time')} in the {compiled.run}; the graphs hold it {held}"
 
 
 def _notes(compiled: CompiledModule) -> Iterable[str]:
@@ -162,9 +158,9 @@ def _notes(compiled: CompiledModule) -> Iterable[str]:
     if sources["equal"]:
         yield f"graphs that are equal to others, and were compiled with them: {sources['equal']}"
     if sources["cache"]:
-        yield f"{sources['cache']} graphs came from Inductor's cache with the records of those that filled it"
+        yield f"{counted(sources['cache'], 'graph')} came from Inductor's cache with the records of those that filled it"
     if sources["unknown"]:
-        yield f"{sources['unknown']} graphs came from a cache without a record"
+        yield f"{counted(sources['unknown'], 'graph')} came from a cache without a record"
     others = Counter(piece.tokens for piece in compiled.pieces for _ in piece.record.others)
     if others:
         yield f"{max(others.values())} linears that no spec lists are layerfuse's for few tokens too"
@@ -279,21 +275,15 @@ def lines_of(outcome: Outcome) -> list[str]:
             ]
             continue
         lines.append(f"{name}: {expected} expected, {fused} fused, {len(missed.get(name, {}))} missed{called}")
-        lines += [f"  missed: {line}" for line in _grouped(missed.get(name, {}))]
+        lines += [f"  missed: {line}" for line in in_groups(missed.get(name, {}))]
     return lines
 
 
 def _calls(name: str, outcome: Outcome) -> str:
     ranks, run = outcome.ranks, outcome.run
-    counts = [None if report.called is None else report.called.get(name, 0) for report in ranks]
-    if None in counts:
+    counts = [report.called.get(name, 0) for report in ranks if report.called is not None]
+    if len(counts) < len(ranks):
         return ""
     if len(set(counts)) == 1:
-        return f"; called {counts[0]} times in the {run}" + (" of every rank" if len(ranks) > 1 else "")
+        return f"; called {counted(counts[0], 'time')} in the {run}" + (" of every rank" if len(ranks) > 1 else "")
     return f"; called {' / '.join(map(str, counts))} times in the {run}s of the ranks"
-
-
-def _grouped(sites: dict[str, str]) -> Iterable[str]:
-    for reason, count in Counter(map(_unnumbered, sites.values())).items():
-        first, why = next((site, why) for site, why in sites.items() if _unnumbered(why) == reason)
-        yield f"{first}{f' and {count - 1} more' if count > 1 else ''}: {why}"

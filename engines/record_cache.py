@@ -12,9 +12,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from .pieces import PieceRecord, from_dict, to_dict
+import cattrs
 
-FORMAT = 1
+from .pieces import PieceRecord
+
+FORMAT = 2
 """Raised when the files change their form: older ones are then not read."""
 
 BESIDE = "layerfuse.json"
@@ -24,12 +26,15 @@ BESIDE = "layerfuse.json"
 def write(path: Path, data: dict[str, Any]) -> str | None:
     """Write a file as a whole. None, or why it could not be written."""
     try:
+        text = json.dumps({"format": FORMAT, **data}, indent=1, allow_nan=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
-            json.dump({"format": FORMAT, **data}, file, indent=1)
+            file.write(text)
         Path(file.name).replace(path)
     except OSError as error:
         return f"{path} cannot be written: {error.strerror or error}"
+    except ValueError as error:  # a number that JSON has not
+        return f"{path} cannot be written: {error}"
     return None
 
 
@@ -89,13 +94,13 @@ def distrust_piece(key: str, digest: str, tokens: str) -> None:
 
 def keep_piece(key: str, digest: str, tokens: str, start: str, record: PieceRecord) -> None:
     """Keep a piece's record for whoever gets the piece from Inductor's cache."""
-    write(_piece(key, digest, tokens), {"key": key, "start": start, "record": to_dict(record)})
+    write(_piece(key, digest, tokens), {"key": key, "start": start, "record": cattrs.unstructure(record)})
 
 
 def find_piece(key: str, digest: str, tokens: str) -> PieceRecord | None:
     """The record of an equal piece that was compiled elsewhere: by another rank, or at an earlier start."""
     data = read(_piece(key, digest, tokens), key)
     try:
-        return None if data is None else from_dict(data["record"])
-    except (KeyError, TypeError):
+        return None if data is None else cattrs.structure(data["record"], PieceRecord)
+    except (KeyError, TypeError, cattrs.BaseValidationError):
         return None

@@ -125,7 +125,7 @@ def _write(path: Path, engine: str, compiled: CompiledModule, outcome: Outcome) 
     if known != engine:  # beside what the engine keeps: the same model, started again
         modules = {}
     _written[path] = engine, modules
-    modules[".".join(filter(None, (compiled.model, compiled.path)))] = {
+    modules[_named(compiled)] = {
         "class": compiled.name,
         "target": compiled.plan.target.to_dict(),
         "config": compiled.plan.config.to_dict(),
@@ -137,6 +137,7 @@ def _write(path: Path, engine: str, compiled: CompiledModule, outcome: Outcome) 
         "outside": list(compiled.outside),
         "unread": dict(compiled.unread),
         "unfound": dict(compiled.unfound),
+        **_compared(compiled),
         "ranks": [attrs.asdict(report) for report in outcome.ranks],
         "graphs": [
             {
@@ -148,9 +149,30 @@ def _write(path: Path, engine: str, compiled: CompiledModule, outcome: Outcome) 
             for p in compiled.parts
         ],
     }
+    return _put(path, modules)
+
+
+def _put(path: Path, modules: dict[str, Any]) -> str | None:
     return record_cache.write(
         path, {"layerfuse": __version__, here().package: here().version(), "pid": os.getpid(), "modules": modules}
     )
+
+
+def _named(compiled: CompiledModule) -> str:
+    return ".".join(filter(None, (compiled.model, compiled.path)))
+
+
+def _compared(compiled: CompiledModule) -> dict[str, Any]:
+    return {} if compiled.shadow is None else {"shadow": compiled.shadow.to_dict()}
+
+
+def write_again(compiled: CompiledModule) -> None:
+    """Bring what was compared into a report that is written already: by the first rank, of its own calls."""
+    path, _ = _file(compiled)
+    _, modules = _written.get(path, ("", {}))
+    if _named(compiled) in modules:
+        modules[_named(compiled)].update(_compared(compiled))
+        _put(path, modules)
 
 
 def _together(compiled: CompiledModule) -> tuple[int, tuple[RankReport, ...]]:

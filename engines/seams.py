@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import field, frozen
 
 from .hooks import Hook, HookError, check, owner_of
+from .whose import kind_of
 
 if TYPE_CHECKING:
     from ..adapters.activation_quant import ActivationQuant
@@ -61,7 +62,7 @@ class Seam:
     @property
     def key(self) -> tuple[str, str]:
         """The module and the name of the class."""
-        return self.hook.module, self.hook.path.partition(".")[0]
+        return self.hook.cls
 
     @property
     def second(self) -> str:
@@ -107,6 +108,21 @@ class Seam:
         return None
 
 
+SCHEMES = "static", "per_token", "group"
+"""Those of fp8 by which linears of all engines quantise what they read."""
+
+
+def quantised(*chains: str, per: Iterable[str] = SCHEMES) -> tuple[str, ...]:
+    """The names of chains with the quantisation behind them."""
+    return tuple(f"{chain}_{scheme}_quant" for chain in chains for scheme in (*per,))
+
+
+def seams_at(hook: Hook, fusions: Iterable[str], consumer: Consumer, **more: Any) -> tuple[Seam, ...]:
+    """One place for several fusions, of which those that quantise go by the consumer's way."""
+    ways = ((name, consumer if name.endswith("_quant") else None) for name in fusions)
+    return tuple(Seam(fusion=name, hook=hook, consumer=way, **more) for name, way in ways)
+
+
 def seam_of(seams: Iterable[Seam], cls: type, fusion: str) -> Seam | None:
     """The place that a class is for a fusion. A class derived from one that is known may do something else, and is none."""
-    return next((s for s in seams if s.fusion == fusion and s.key == (cls.__module__, cls.__qualname__)), None)
+    return next((s for s in seams if s.fusion == fusion and s.key == kind_of(cls)), None)

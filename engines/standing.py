@@ -22,7 +22,6 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from ..adapters.activation_quant import ActivationQuant
-from ..adapters.errors import LayerfuseError
 from ..adapters.specs import FinalNormSpec, KernelSpec, LinearSpec
 from ..fusion.catalog import FUSIONS
 from ..fusion.match.errors import Unmatched
@@ -38,16 +37,13 @@ from .compiled_module import CompiledModule
 from .handover import Reader, forget, give
 from .host import here
 from .native import Native, NotNativeError, Step
-from .placement import Placement, Put, is_looked_at, looking, why_apart
+from .placement import REFUSALS, Placement, Put, is_looked_at, looking, why_apart
 from .process import once
 from .seams import Seam, seam_of
-from .whose import module_of
+from .whose import kind_of, module_of
 
 Called: TypeAlias = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
 """What calls a fused op, what it means by the same arguments, and what the op is given behind these."""
-
-REFUSALS = (LayerfuseError, TypeError, ValueError)
-"""What an op raises for arguments that it does not take."""
 
 NOT_CALLED = "{engine} did not call its {what} in the first run"
 NOT_TAKEN = "no linear behind it asked for what the op had quantised in the first run"
@@ -147,8 +143,7 @@ class Standing(Placement):
             ((each, seam) for each in inner if (seam := seam_of(self.seams, type(each), fusion)) is not None), None
         )
         if found is None:
-            cls = type(around)
-            return f"{cls.__module__}.{cls.__qualname__} is no class of {here().name}'s that layerfuse knows a place in"
+            return f"{'.'.join(kind_of(around))} is no class of {here().name}'s that layerfuse knows a place in"
         module, seam = found
         problem = seam.why_not()
         if problem is not None:
@@ -271,12 +266,15 @@ class Standing(Placement):
         """A step begins: look what is there, and stand there or not."""
         if torch.compiler.is_compiling():
             return
-        Step.begin()
-        self._look()
         captures = here().captures
         capturing = captures is None or captures()
         self.captured |= capturing
-        if self.away is (self.captured and not capturing):
+        away = self.captured and not capturing
+        if away and self.away:  # nothing of ours stands there
+            return
+        Step.begin()
+        self._look()
+        if away is self.away:
             return
         self.away = not self.away
         put = [each for placement in self.compiled.placements.values() for each in placement.put]
@@ -439,6 +437,10 @@ class Standing(Placement):
         ops = {site: self.forms.get(site, FUSIONS[self.fusions_at(site)[1]].op.name) for site in sites}
         return {site: Counter({op: self.done[site]}) for site, op in ops.items()}
 
+    def left_to_engine(self) -> set[str]:
+        """Also where something else was found to run."""
+        return super().left_to_engine() | self.wrong
+
     def why_left(self, site: str, run: str) -> str | None:  # noqa: ARG002 (it is the first one)
         """Who is called in its place, or that nobody is."""
         at = self.compiled.plan.site[site]
@@ -513,11 +515,13 @@ def at_first_call(
     """
     standing = compiled.placements["modules"] = Standing(compiled=compiled, model=model, seams=seams)
     standing.put_in()
-    own, reported = model.forward, False
+    own, before_us, reported, over = model.forward, {**vars(model)}, False, False
 
     @functools.wraps(own)
     def first(*args: Any, **kwargs: Any) -> Any:
-        nonlocal reported
+        nonlocal reported, over
+        if over:  # somebody stood around this in that call
+            put.take_out()
         tokens = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
         # Of no tokens, as on a rank without requests: an engine skips norms there. And SGLang holds on to this while it makes its CUDA graphs.
         if reported or (tokens is not None and not tokens.numel()):
@@ -531,10 +535,11 @@ def at_first_call(
         except BaseException:
             reported = False  # a call that raised is none: the next one is reported
             raise
-        if model.forward is first:
-            del model.forward  # later calls are the model's own
+        over = True
+        put.take_out()  # later calls are the model's own
         standing.watch()
         done(compiled)
         return result
 
     model.forward = first
+    put = Put.at(model, "forward", before_us)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from ..adapters.errors import shown
+from .sglang import switches as sglang
 from .vllm.switches import (
     BATCH_INVARIANT,
     BLOCK_LINEARS,
@@ -24,8 +25,8 @@ class Switch(NamedTuple):
     does: str
     "What it does where it is not as by default."
     default: bool = False
-    number: bool = True
-    "Whether the engine reads it as a number, and stops at anything else."
+    reads: Literal["number", "word", "name"] = "number"
+    "What the engine reads: a number, and it stops at anything else; a word, and what is neither yes nor no is the default; a name, and each is on."
 
 
 _BLOCKS = "multiplies linears in fp8 blocks on Hopper: figures are of these"
@@ -37,11 +38,16 @@ SWITCHES = {
     MLA_DISABLE: Switch("vLLM runs MLA layers without MLA"),
     SHARED_IN_TURN: Switch("vLLM runs shared experts behind the routed ones, on the same stream"),
     "VLLM_USE_BREAKABLE_CUDAGRAPH": Switch(
-        "vLLM captures its CUDA graphs in pieces, and mla_decode stands in none", number=False
+        "vLLM captures its CUDA graphs in pieces, and mla_decode stands in none", reads="word"
     ),
-    "VLLM_ROCM_USE_AITER": Switch("vLLM takes AITER's kernels on AMD's GPUs, some of which fuse", number=False),
-    "SGLANG_USE_AITER": Switch("SGLang takes AITER's kernels on AMD's GPUs", number=False),
-    "SGLANG_OPT_MOE_QUANT_ONCE": Switch("few_token_linear_group_quant stands nowhere in SGLang", number=False),
+    "VLLM_ROCM_USE_AITER": Switch("vLLM takes AITER's kernels on AMD's GPUs, some of which fuse", reads="word"),
+    "SGLANG_USE_AITER": Switch("SGLang takes AITER's kernels on AMD's GPUs", reads="word"),
+    sglang.QUANT_ONCE: Switch("few_token_linear_group_quant stands nowhere in SGLang", reads="word"),
+    sglang.JIT_DEEPGEMM: Switch(f"Triton {_BLOCKS.replace('these', 'DeepGEMM')}", default=True, reads="word"),
+    sglang.MARLIN: Switch(
+        "SGLang's linears in fp8 take activations as they are, and nothing that quantises stands there", reads="word"
+    ),
+    sglang.OP_BACKEND: Switch(f"no fusion stands in SGLang: {sglang.CHOOSES}", reads="name"),
 }
 """By their names."""
 
@@ -52,8 +58,10 @@ def switched() -> Iterator[tuple[str, Literal["found", "broken"], str]]:
         said = os.environ.get(name, "").strip()
         if not said:
             continue
-        on = said.lower() in ("1", "true", "yes", "y")
-        if switch.number:
+        on = switch.reads == "name" or (
+            said.lower() in sglang.YES if said.lower() in (*sglang.YES, *sglang.NO) else switch.default
+        )
+        if switch.reads == "number":
             try:
                 on = int(said) != 0
             except ValueError:

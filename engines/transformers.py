@@ -27,6 +27,7 @@ from . import trial
 from .handover import why_products_apart
 from .hooks import Hook, HookError, check
 from .linears import UNFIT, fits
+from .ops import define_op
 from .transformers_facts import keeps
 from .whose import is_source, module_of
 
@@ -50,16 +51,10 @@ def _fake(x: Tensor, weight: Tensor, _weight_scale: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_LIBRARY = torch.library.Library("layerfuse_transformers", "FRAGMENT")
-
-
 def _op(allow_deepgemm: bool) -> Any:
     name = NAME if allow_deepgemm else f"{NAME}_without_deepgemm"
-    given = "Tensor x, Tensor weight, Tensor weight_scale"
-    _LIBRARY.define(f"{name}({given}) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
-    _LIBRARY.impl(name, partial(_whole, allow_deepgemm), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"layerfuse_transformers::{name}", _fake, lib=_LIBRARY)
-    return op_of(f"layerfuse_transformers::{name}")
+    schema = f"{name}(Tensor x, Tensor weight, Tensor weight_scale) -> Tensor"
+    return op_of(define_op("layerfuse_transformers", schema, partial(_whole, allow_deepgemm), _fake))
 
 
 OPS = {allow_deepgemm: _op(allow_deepgemm) for allow_deepgemm in (True, False)}
@@ -77,7 +72,8 @@ def fp8_linear(
 ) -> Tensor:
     """What stands in the place of transformers' function, and computes the same."""
     blocks = block_size is not None and tuple(block_size) == (BLOCK, BLOCK) and weight.dtype == torch.float8_e4m3fn
-    traced = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    # The flag itself: in torch 2.11 Dynamo takes `torch.compiler.is_exporting()` for true wherever it traces.
+    traced = torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
     if not traced or not blocks or activation_scale is not None:
         return _own[0](input, weight, weight_scale_inv, block_size, bias, activation_scale, allow_deepgemm)
     made: Tensor = OPS[allow_deepgemm](input, weight, weight_scale_inv)

@@ -103,6 +103,12 @@ def package(module: str) -> str:
     return module.partition(".")[0]
 
 
+def kind_of(instance: Any) -> tuple[str, str]:
+    """The module and the name of an object's class, or of a class."""
+    cls = instance if isinstance(instance, type) else type(instance)
+    return cls.__module__, cls.__qualname__
+
+
 def plain(held: Any) -> Any:
     """The function of what holds one, or what it is."""
     while True:

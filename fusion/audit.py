@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 from torch.profiler import ProfilerActivity, profile
 
+from ..adapters.errors import counted
 from .catalog import FUSIONS
 from .report import Missed, Report
 from .sites import sites_in_words
@@ -39,19 +40,21 @@ class Audit:
     "Fusion -> site -> why it did not run fused in this call."
     compiled: int = 0
     "Graphs that the counted call compiled: compiling runs ops too, and the profiler sees those."
+    nothing: str | None = None
+    "Why nothing is in `fusions`, as a sentence."
 
     @property
     def problems(self) -> tuple[str, ...]:
         """Sentences: what was missed, and where profiler and counters disagree. Empty where all is well."""
         while_compiling = (
-            f"; the counted call compiled {self.compiled} graphs, as the {MOST_CALLS} before it did "
+            f"; the counted call compiled {counted(self.compiled, 'graph')}, as the {MOST_CALLS} before it did "
             "(TORCH_LOGS=recompiles says why), and ops that run while compiling are counted too"
         )
         found = [
-            f"{name}: the profiler saw {counted.profiled} calls of the op, the counters {counted.counted}"
+            f"{name}: the profiler saw {counted(each.profiled, 'call')} of the op, the counters {each.counted}"
             + (while_compiling if self.compiled else "")
-            for name, counted in self.fusions.items()
-            if counted.profiled != counted.counted
+            for name, each in self.fusions.items()
+            if each.profiled != each.counted
         ]
         found += [f"{name}: {site}: {why}" for name, sites in self.missed.items() for site, why in sites.items()]
         return tuple(found)
@@ -62,11 +65,11 @@ class Audit:
         return not self.problems
 
     def __str__(self) -> str:
-        lines = ["audit of one call:"]
-        for name, counted in self.fusions.items():
+        lines = ["audit of one call:", *([] if self.nothing is None else [f"  {self.nothing}"])]
+        for name, each in self.fusions.items():
             lines.append(
-                f"  {name}: expected at {sites_in_words(counted.expected)}, {counted.profiled} by the profiler, "
-                f"{counted.counted} by the counters"
+                f"  {name}: expected at {sites_in_words(each.expected)}, {each.profiled} by the profiler, "
+                f"{each.counted} by the counters"
             )
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 
@@ -99,4 +102,5 @@ def audit_call(call: Callable[[], Any], report: Report) -> Audit:
         for name in FUSIONS
         if expected[name] or ran[name] or last.fused(name)
     }
-    return Audit(fusions=fusions, missed=last.missed, compiled=report.graphs - graphs)
+    nothing = None if fusions else report.plan.why_empty or "no fusion is expected: the report says why"
+    return Audit(fusions=fusions, missed=last.missed, compiled=report.graphs - graphs, nothing=nothing)

@@ -14,6 +14,7 @@ from typing import Any
 from attrs import frozen
 from torch import nn
 
+from ..adapters.errors import counted
 from .held import HeldWeights
 from .planning import Plan
 from .report import CallRecord, GraphRecord, Missed, Report, Use, with_fallback
@@ -182,15 +183,12 @@ class CallCounter:
             return self._record(calls)
         for site, (expected, wanted) in self._wanted.items():
             if seen[site] < wanted and not any(site in missed.get(fusion, {}) for fusion in expected):
-                layer = self._plan.site[site].layer
+                at, reason = self._plan.site[site], self.off or self._report.why_absent(site)
                 # A layer that the model does not have by this name was looked for by its norms alone.
-                placed = layer in self._around.paths
-                reason = self.off or (
-                    why_uncompiled(self._model, layer, self._report.why_hidden())
-                    if placed
-                    else self._report.why_absent(site)
-                )
-                partly = f"{seen[site]} of {wanted} uses ran in a compiled graph; " if seen[site] else ""
+                if not self.off and at.layer in self._around.paths:
+                    hidden = self._report.why_hidden() if at.multiplies is None else reason
+                    reason = why_uncompiled(self._model, at.layer, hidden)
+                partly = f"{seen[site]} of {counted(wanted, 'use')} ran in a compiled graph; " if seen[site] else ""
                 missed.setdefault(expected[0], {})[site] = partly + reason
         strange = dict.fromkeys(pair for number, _ in calls for pair in self._graphs[number].record.strange)
         record = CallRecord(ran=ran, missed=missed, strange=tuple(strange))

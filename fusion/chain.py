@@ -17,7 +17,6 @@ from ..adapters.errors import FOREIGN, shown
 from .compose import is_inner, op_of
 from .declare import REQUIRED, Kernel, Op
 from .formats import FORMATS, Format
-from .limits import TokenLimit
 from .sites import FINAL, OURS, ROLES, Role, Site
 from .steps import (
     SOURCES,
@@ -38,6 +37,23 @@ from .steps import (
     format_of,
     main_step,
 )
+
+
+@frozen(kw_only=True)
+class TokenLimit:
+    """Up to how many tokens a fusion is taken at a site."""
+
+    most: int
+    "0: for no number of tokens, and `reason` says why."
+    reason: str
+    "Why not above that, as a sentence."
+    how: str = ""
+    "How it is done up to that, where that depends on the number of tokens: `one stage to 18 tokens, two stages to 146`."
+    stages: tuple[int, ...] = ()
+    "The same in numbers: up to how many tokens each kernel is taken, the first of them from one token on."
+    unless_switched_on: str | None = None
+    "Why it is off unless it is switched on by name, as a sentence; None where it is on."
+
 
 Limit: TypeAlias = Callable[[Site, Any, Any], TokenLimit | None]
 """From a site, a target and an engine or None to up to how many tokens a fusion is taken there; None: any number."""
@@ -72,7 +88,7 @@ FAMILY = (
 
 COLLECTIVE = (
     Kernel(backend="aiter"),
-    Kernel(backend="symm_mem", made_by="layerfuse.fusion.backends.symm_mem:function_of"),
+    Kernel(backend="symm_mem", made_by="layerfuse.fusion.backends.symm_mem.functions:function_of"),
 )
 """The kernels of an op that starts with an all-reduce."""
 
@@ -137,6 +153,8 @@ class Fusion:
     "Up to how many tokens it is taken at a site; None: any number, everywhere."
     opt_in: bool = False
     "Whether it is on by its own name alone: `all` does not ask for it."
+    form_of: str | None = None
+    "The fusion that it is another form of: switched off with that one, unless it is named itself."
     nowhere: str = "none of its layers has such a chain"
     "Why a model has no site for it, as a sentence, where a plan lists none."
     owner: str = LAYERFUSE

@@ -5,12 +5,12 @@ The units are those that `layerfuse bench` holds every peer to. There results ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from .declare import (
@@ -18,11 +18,15 @@ from .declare import (
     Argument,
     BlockScale,
     Cache,
+    ExpertWeights,
     Exponents,
     Flag,
     GlobalScale,
     GroupSize,
+    LinearWeight,
     Op,
+    Output,
+    Product,
     Quantised,
     Result,
     Scales,
@@ -36,12 +40,17 @@ NORM_UNITS = {torch.bfloat16: 1.6, torch.float16: 1.6, torch.float32: 16.0}
 """Largest relative error of a norm, in units of its dtype's epsilon. A rounding errs by half a unit, and kernels that
 round before the weight do it twice; in float32 the sums themselves are what errs."""
 
+PRODUCT = {1: 2.0**-5, 2: 2.0**-9}
+"""Largest error of a product with a weight whose elements have so many bytes, as a part of the row's largest. Hopper's tensor cores keep 14 bits of a sum
+of fp8 products (DeepSeek-V3, arXiv 2412.19437, section 3.5.2), and what an op quantises in between may go either way."""
+
 SCALE_UNITS = 16.0
 """Largest relative error of a scale, in units of float32's epsilon."""
 
 FLOAT32 = torch.finfo(torch.float32).eps
 
 _HELD = {DTYPES[name]: element for name, element in ELEMENTS.items()}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -90,6 +99,7 @@ def compare(op: Op, given: tuple[Any, ...], got: tuple[Tensor, ...], wanted: tup
     powers = isinstance(scaling, Exponents) or any(
         isinstance(each, Flag) and each.name == "use_ue8m0" and named[each.name] for each in op.args
     )
+    sizes = [named[each.name].element_size() for each in op.args if isinstance(each, LinearWeight | ExpertWeights)]
     group = next((named[each.name] for each in op.args if isinstance(each, GroupSize)), None)
     for each in made:
         mine, right = ours[each.name], theirs[each.name]
@@ -109,13 +119,19 @@ def compare(op: Op, given: tuple[Any, ...], got: tuple[Tensor, ...], wanted: tup
             if isinstance(scaling, SmallScales):
                 factors = [_small(op, named, of[scaling.name], mine) for of in (ours, theirs)]
             yield _quantised(each.name, mine, right, factors, size, slack, subnormal, named.get("scale"))
-        elif isinstance(each, Cache) and mine.dtype == torch.uint8:
-            yield from _ds_mla(each, named, mine, right, slack, subnormal)
+        elif isinstance(each, Cache):
+            yield from _entries(each, named, mine, right, slack, subnormal)
         elif mine.dtype in LARGEST:
             yield _quantised(each.name, mine, right, [None, None], None, slack, subnormal, named.get("cache_scale"))
         else:
-            units = NORM_UNITS.get(mine.dtype, NORM_UNITS[torch.float32]) * torch.finfo(mine.dtype).eps
-            yield _apart(each.name, mine, right, units, 0.0, of_row=SCALE_UNITS * FLOAT32)
+            of_row = SCALE_UNITS * FLOAT32
+            if isinstance(each, Product | Output):
+                of_row = max((PRODUCT.get(size, of_row) for size in sizes), default=of_row)
+            yield _apart(each.name, mine, right, _units(mine.dtype), 0.0, of_row=of_row)
+
+
+def _units(dtype: torch.dtype) -> float:
+    return float(NORM_UNITS.get(dtype, NORM_UNITS[torch.float32]) * torch.finfo(dtype).eps)
 
 
 def _apart(
@@ -165,7 +181,7 @@ def _quantised(
     """
     element = _HELD[got.dtype]
     step, smallest = element.step, element.smallest
-    mine, right = (_e2m1(each) if element.per > 1 else each.float().double() for each in (got, wanted))
+    mine, right = (values_of_e2m1(each) if element.per > 1 else each.float().double() for each in (got, wanted))
     if factors[0] is None or factors[1] is None:
         beyond = 0.0 if scale is None else (subnormal / scale.double()).nan_to_num_(0.0, posinf=0.0)
         return _apart(name, mine, right, step + slack, smallest + beyond, shown=got)
@@ -194,9 +210,30 @@ def _small(op: Op, named: Mapping[str, Any], scales: Tensor, values: Tensor) -> 
     return scales.float().double() / kinds[GlobalScale].double()
 
 
-def _e2m1(bytes_: Tensor) -> Tensor:
+def values_of_e2m1(bytes_: Tensor) -> Tensor:
+    """Two values of each byte, the low bits first, in float64."""
     codes = torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(-2).long()
     return torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64, device=bytes_.device)[codes]
+
+
+def _entries(
+    cache: Cache, named: Mapping[str, Any], got: Tensor, wanted: Tensor, slack: float, subnormal: float
+) -> Iterator[Apart]:
+    """The entries whose bytes differ, in slots that are to be written and in others: a cache as a whole is too large for float64."""
+    bits = _BITS[got.element_size()]
+    slots = (got.view(bits) != wanted.view(bits)).any(-1).nonzero()
+    mine, right = (each[slots.unbind(-1)] for each in (got, wanted))
+    held: Iterable[Apart]
+    if got.dtype == torch.uint8:
+        held = _ds_mla(cache, named, mine, right, slack, subnormal)
+    elif got.dtype in LARGEST:
+        scale = named.get("cache_scale")
+        held = [_quantised(cache.name, mine, right, [None, None], None, slack, subnormal, scale)]
+    else:
+        held = [_apart(cache.name, mine, right, _units(got.dtype), 0.0, of_row=SCALE_UNITS * FLOAT32)]
+    for apart in held:
+        first = None if apart.first is None else (*slots[apart.first[0]].tolist(), apart.first[-1])
+        yield evolve(apart, shape=(*got.shape[:-1], apart.shape[-1]), first=first)
 
 
 def _ds_mla(
@@ -214,5 +251,5 @@ def _ds_mla(
     yield _quantised(f"the latents in {cache.name}", mine, right, [ours, theirs], DS_GROUP, slack, subnormal)
     yield _apart(f"the scales in {cache.name}", ours, theirs, slack, 0.0)
     mine, right = part(middle, None, torch.bfloat16)
-    units = NORM_UNITS[torch.bfloat16] * torch.finfo(torch.bfloat16).eps
+    units = _units(torch.bfloat16)
     yield _apart(f"the ropes in {cache.name}", mine, right, units, 0.0, of_row=SCALE_UNITS * FLOAT32)

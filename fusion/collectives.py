@@ -8,9 +8,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .chain import Limit
+from .chain import Limit, TokenLimit
 from .engine import Engine
-from .limits import TokenLimit
 from .sites import Site
 from .target import Target
 
@@ -30,7 +29,7 @@ def limit_of(form: str) -> Limit:
     return partial(_limit, KINDS.get(form))
 
 
-def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None) -> TokenLimit | None:
+def _limit(kind: Kind | None, site: Site, target: Target, _engine: Engine | None) -> TokenLimit | None:
     ranks, width = site.reduced, site.norms[0].width
     if target.vendor == "cpu":
         return None
@@ -52,11 +51,10 @@ def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None)
     if kind is None:
         return TokenLimit(most=0, reason="AITER's fused all-reduces have no such form")
     from .backends.aiter.releases import NEWEST
-    from .backends.aiter.stages import IN_VLLM, OURS, stages
+    from .backends.aiter.stages import stages
 
     release = target.aiter or NEWEST
-    gate = IN_VLLM if engine is not None and engine.name == "vllm" else OURS
-    found = stages(width, ITEM_SIZE, ranks, release, kind=kind, gate=gate)
+    found = stages(width, ITEM_SIZE, ranks, release, kind=kind)
     if not found.most:
         return TokenLimit(most=0, reason=f"AITER {release}: {found.reason}")
     said = [(found.one_stage, "one stage"), (found.two_stage if found.two_stage > found.one_stage else 0, "two stages")]
@@ -73,7 +71,4 @@ def _unmeasured(arch: str, ranks: int) -> str:
     from .backends.symm_mem.crossovers import MEASURED
 
     measured = " and ".join(f"{size} GPUs of {name}" for name, size in MEASURED)
-    return (
-        f"it was measured on {measured} and not on {ranks} of {arch}; LAYERFUSE_FUSIONS=+ and the fusion's name, or in Python "
-        "FusionConfig(switches={the fusion's name: True}), switches it on"
-    )
+    return f"it was measured on {measured} and not on {ranks} of {arch}"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from ..adapters.errors import ArgumentError, LayerfuseError, shown
+from ..adapters.errors import ArgumentError, LayerfuseError, counted, shown
 from .audit import Audit, audit_call
 from .call_counter import CallCounter
 from .config import FusionConfig
@@ -82,7 +82,7 @@ class FusedModel(nn.Module):  # type: ignore[misc]
             FusionMissedError: strict, and an expected fusion did not run in this call.
             ResultsDifferError: strict, and the shadow check found an op that gave something else than its reference.
             RankDisagreementError: the ranks of a process group fused different all-reduces.
-            And what reading the specs raises, before each compilation.
+            And what reading the specs raises, before each compilation; strict, also what the shadow check's comparison raises.
         """
         # The call is where it compiles.
         with self._counter.call() as call, floats_as_constants(), _unwrapped():
@@ -171,13 +171,13 @@ class FusedModel(nn.Module):  # type: ignore[misc]
         self.original._load_from_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # copies and pickles compile for themselves
-        return _rebuilt, (self.original, dict(self._arguments))
+        return FusedModel, (self.original, dict(self._arguments))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModel:
         return FusedModel(copy.deepcopy(self.original, memo), self._arguments)
 
     def __repr__(self) -> str:
-        return f"FusedModel({type(self.original).__name__}, {self.plan.target}, {self.report.graphs} graphs)"
+        return f"FusedModel({type(self.original).__name__}, {self.plan.target}, {counted(self.report.graphs, 'graph')})"
 
 
 @contextmanager
@@ -248,10 +248,6 @@ def compile(  # noqa: A001 (torch.compile's own name)
         parallel=parallel,
     )
     arguments = {"asked": asked, "shadow": calls_asked(shadow), "torch": torch_compile_kwargs}
-    return FusedModel(model, arguments)
-
-
-def _rebuilt(model: nn.Module, arguments: dict[str, Any]) -> FusedModel:
     return FusedModel(model, arguments)
 
 

@@ -38,6 +38,9 @@ NEEDS_LEVEL = "needs optimisation level"
 """In the reason why a fusion is off by its level alone."""
 
 
+OFF_BY = "switched off by"
+"""In the reason why a fusion is off by what was said: behind its name, in front of where that was."""
+
 UNLESS = "unless switched on"
 """In the reason why a fusion is off in an engine by default: behind its name and the engine's, in front of a colon and why."""
 
@@ -67,7 +70,7 @@ def _known(name: str, where: str) -> str:
         raise FusionConfigError(
             f"{where}: no fusion is called {shown(name)}"
             + (did_you_mean(name, FUSIONS) or f". Known: {', '.join(FUSIONS)}.")
-            + "".join(f" Not usable: {error}" for error in FUSIONS.refused)
+            + "".join(f" Not usable: {why}" for why in FUSIONS.refused.values())
         )
     return name
 
@@ -230,8 +233,8 @@ class FusionConfig:
                 f"FusionConfig.parse: expected a line such as 'all' or '-add_rms_norm', got {shown(text)}"
             )
         words = [word.strip() for word in text.split(",") if word.strip()]
-        if any(len(word.split()) > 1 for word in words):
-            apart = ",".join(re.sub(r"([+-])\s+", r"\1", text).replace(",", " ").split())
+        if any(re.search(r"[\s;|]", word) for word in words):
+            apart = ",".join(filter(None, re.split(r"[\s,;|]+", re.sub(r"([+-])\s+", r"\1", text))))
             raise FusionConfigError(f"{origin}: names are separated by commas: write {shown(apart, 400)}")
         if words == ["none"]:
             return cls(level=0, origin=origin, strict=strict)
@@ -285,11 +288,16 @@ class FusionConfig:
         """
         if at is not None and self.only is not None and (at.site.name, fusion.name) not in self.only:
             return f"{fusion.name} is not among what {self.origin} leaves on at this site"
-        switch = dict(self.switches).get(fusion.name)
+        switches = dict(self.switches)
+        switch = switches.get(fusion.name)
         if switch is not None:
-            return None if switch else f"{fusion.name} is switched off by {self.origin}"
+            return None if switch else f"{fusion.name} is {OFF_BY} {self.origin}"
+        if fusion.form_of is not None and switches.get(fusion.form_of) is False:
+            return f"{fusion.name} is {OFF_BY} {self.origin}, with {fusion.form_of}"
         if companion or (fusion.goes_with is not None and at is not None and self.only is not None):
             return None
+        if self.level == 0:
+            return f"{fusion.name} is {OFF_BY} {self.origin}"
         if engine is not None:
             rows, off = (
                 shipped() if policy is None else policy,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 from attrs import asdict, define, field, frozen
 
 from ..adapters.errors import LayerfuseError, did_you_mean, shown
+from .kernel_source import why_absent
 
 
 class OpError(LayerfuseError, ValueError):
@@ -365,7 +366,7 @@ class Bias(Argument):
 class BlockScales(Argument):
     """The float32 scales of a `LinearWeight`, one per 128 x 128, contiguous; the last blocks may be short."""
 
-    weight: str
+    of: str
     doc: str = "float32, (columns / 128, width / 128), rounded up: one per block of the weight."
 
 
@@ -381,7 +382,7 @@ class TokenScales(Argument):
 class ChannelScales(Argument):
     """The float32 scales of a `LinearWeight`: contiguous, one per column of the product in any shape, or one element for all of them."""
 
-    weight: str
+    of: str
     doc: str = (
         "float32, one per column of the product, as (columns,), (columns, 1) or (1, columns), or one element for all."
     )
@@ -399,7 +400,7 @@ class ExpertWeights(Argument):
 class ExpertScales(Argument):
     """The float32 scales of `ExpertWeights`, one per 128 x 128, contiguous."""
 
-    weights: str
+    of: str
     doc: str = "float32, (experts, columns / 128, width / 128), contiguous: one per block of the weights."
 
 
@@ -598,6 +599,11 @@ class Kernel:
     def paths(self) -> tuple[str, ...]:
         """The functions that it names."""
         return tuple(path for path in (self.function, self.made_by, self.refuses, self.steps) if path)
+
+    def why_not_for(self, op: Op) -> str | None:
+        """Why it cannot be called for an op, by the source of the functions that it names."""
+        takes = {self.function: [argument.name for argument in op.args], self.made_by: ["op"]}
+        return next(filter(None, (why_absent(path, takes.get(path, ["case"])) for path in self.paths)), None)
 
     def _problems(self) -> Iterator[str]:
         known = ", ".join(BACKENDS)

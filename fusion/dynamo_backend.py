@@ -6,9 +6,7 @@ which model it is. What a call ran cannot be known from here: that is `fusion.co
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from types import FrameType
+import traceback
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -104,7 +102,7 @@ def _check_inductors(given: dict[str, Any]) -> None:
 
 def _called() -> nn.Module:
     """The innermost compiled module that is being called."""
-    for frame in _frames():
+    for frame, _ in traceback.walk_stack(None):
         caller = frame.f_locals.get("self")
         if isinstance(caller, OptimizedModule):
             return caller._orig_mod
@@ -114,13 +112,6 @@ def _called() -> nn.Module:
         "backend='layerfuse' cannot tell which model a function runs: compile the model itself, or say it with "
         "torch.compile(function, backend='layerfuse', options={'model': model})"
     )
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _check(report: Report, before: int) -> None:

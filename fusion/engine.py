@@ -8,13 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import field, frozen
 
 from ..adapters.arguments import expect
 from ..adapters.errors import ArgumentError, ArgumentValueError, LayerfuseError, did_you_mean, shown
+
+if TYPE_CHECKING:
+    from ..adapters.activation_quant import ActivationQuant
 
 
 class UnknownFusionEngineError(LayerfuseError, LookupError):
@@ -47,7 +50,7 @@ def _check_key(said: str, key: str) -> None:
         raise ArgumentValueError(
             f"Engine.{said}: no fusion or role is called {shown(key)}{did_you_mean(key, known) or '.'} Roles: "
             f"{', '.join(ROLES)}; '*' stands for everything in `refuses`. Fusions: {', '.join(FUSIONS)}."
-            + "".join(f" Not usable: {error}" for error in FUSIONS.refused)
+            + "".join(f" Not usable: {why}" for why in FUSIONS.refused.values())
         )
 
 
@@ -77,6 +80,8 @@ class Engine:
     does: Mapping[str, str] = field(factory=dict, converter=_own, validator=_reasons)
     """Fusion -> where the engine does the same itself, as a sentence: it is not applicable there, unless it is switched on by
     name or was measured faster."""
+    does_groups: tuple[int, ...] | None = None
+    "Columns that share a scale where it does a group quantisation of `does`; None: however many."
     keeps: Mapping[str, str] = field(factory=dict, converter=_own, validator=_reasons)
     "Fusion or role -> why there is nothing to fuse whatever is switched on, as a sentence."
     experts: str | None = field(default=None, validator=_sentence)
@@ -126,6 +131,12 @@ class Engine:
     def why_kept(self, fusion: str, role: str) -> str | None:
         """Why there is nothing to fuse for this fusion at a role, or None."""
         return next((self.keeps[key] for key in (fusion, role) if key in self.keeps), None)
+
+    def why_done(self, fusion: str, quant: ActivationQuant | None) -> str | None:
+        """Where the engine does the same itself for what reads the site, quantised like this, or None."""
+        if quant is not None and self.does_groups is not None and fusion.endswith("_group_quant"):
+            return self.does.get(fusion) if quant.group_size in self.does_groups else None
+        return self.does.get(fusion)
 
     def is_release(self, other: str) -> bool:
         """Whether another release counts as this one: it has the same first two numbers, or three of SGLang, whose releases differ in the third."""

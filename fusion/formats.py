@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import Factory, evolve, field, frozen
 
@@ -18,6 +18,9 @@ from ..registry.entry_points import of_group, unusable
 from .declare import ELEMENTS, BlockScale, Exponents, Quantised, Result, Scales, SmallScales
 from .kernel_source import imported, why_absent
 from .target import Target
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 FP8_FORMATS = ("e4m3fn", "e4m3fnuz")
 """What a quantising fusion can write; `Target.fp8` is one of them where it can run."""
@@ -69,6 +72,8 @@ class Format:
     "Why a target does not have it, as a sentence, or None where it has."
     owner: str = "layerfuse"
     "The package that declares it."
+    entry_point: str = ""
+    "Its name there, of another package's format."
 
     @property
     def op(self) -> str:
@@ -135,7 +140,7 @@ class Formats(Mapping[str, Format]):
                 if self._is_read is None:
                     self._is_read = False  # a package may ask while it is imported
                     for point, package in of_group(GROUP):
-                        found = self._of_plugin(point.load, package)
+                        found = self._of_plugin(point, package)
                         if isinstance(found, Format):
                             self._known[found.word] = found
                             continue
@@ -144,10 +149,10 @@ class Formats(Mapping[str, Format]):
                     self._is_read = True
         return self._known
 
-    def _of_plugin(self, load: Callable[[], Any], package: str) -> Format | str:
+    def _of_plugin(self, point: EntryPoint, package: str) -> Format | str:
         """What an entry point gives, or why it cannot be taken."""
         try:
-            form = load()
+            form = point.load()
             if not isinstance(form, Format):
                 return f"expected a Format, got {shown(form)}"
             if (other := self._known.get(form.word)) is not None:
@@ -160,7 +165,7 @@ class Formats(Mapping[str, Format]):
                 return f"the first result of {form.word} is Quantised, of a dtype among {', '.join(ELEMENTS)}"
             if len(scales) > 1 or not all(isinstance(each, Scales | BlockScale) for each in scales):
                 return f"the second result of {form.word} is Scales, Exponents or SmallScales"
-            return why_absent(form.reference) or evolve(form, owner=package)
+            return why_absent(form.reference) or evolve(form, owner=package, entry_point=point.name)
         except FOREIGN as error:  # a plugin may fail in any way
             return f"reading it raised {said(error)}"
 

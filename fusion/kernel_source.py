@@ -6,12 +6,12 @@ To ask for that, nothing is imported but the packages around a module: the modul
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ..adapters.errors import FOREIGN, did_you_mean, said, shown
+from ..adapters.errors import FOREIGN, cut, did_you_mean, said, shown
 
 _MADE_OTHERWISE = ("globals", "exec", "setattr", "__getattr__")
 """By these a module has names that its source does not show."""
@@ -24,8 +24,17 @@ def imported(path: str) -> Callable[..., Any]:
     return found
 
 
-def why_absent(path: str) -> str | None:
-    """Why there is no function at `module:function`, in a sentence; None where there is one, or where no source tells."""
+def later(path: str) -> Callable[..., Any]:
+    """The function at `module:name`, imported when it is called: it may need torch."""
+
+    def function(*args: Any) -> Any:
+        return imported(path)(*args)
+
+    return function
+
+
+def why_absent(path: str, passed: Sequence[str] | None = None) -> str | None:
+    """Why there is no function at `module:function`, or none that takes these arguments by position, in a sentence; None where there is one, or where no source tells."""
     module, _, name = path.partition(":")
     try:
         spec = find_spec(module)
@@ -47,8 +56,23 @@ def why_absent(path: str) -> str | None:
         isinstance(node, ast.Name | ast.FunctionDef) and _name_of(node) in _MADE_OTHERWISE for node in ast.walk(tree)
     ):
         return None
-    names = set(_bound(tree.body))
-    return None if name in names or "*" in names else f"{module} has no {shown(name)}{did_you_mean(name, names)}"
+    names = [*_bound(tree.body)]
+    if "*" in names:
+        return None
+    if name not in names:
+        return f"{module} has no {shown(name)}{did_you_mean(name, set(names))}"
+    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == name]
+    if passed is None or len(functions) != names.count(name) or _takes(functions[-1], len(passed)):
+        return None
+    return f"{path} takes ({cut(ast.unparse(functions[-1].args), 200)}), and ({', '.join(passed)}) is passed to it"
+
+
+def _takes(function: ast.FunctionDef, count: int) -> bool:
+    """Whether it takes so many arguments by position, as far as its source tells: a decorator may change that."""
+    takes = function.args
+    most = len(takes.posonlyargs) + len(takes.args)
+    enough = most - len(takes.defaults) <= count and None not in takes.kw_defaults
+    return bool(function.decorator_list) or (enough and (count <= most or takes.vararg is not None))
 
 
 def _name_of(node: ast.Name | ast.FunctionDef) -> str:

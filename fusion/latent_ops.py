@@ -11,8 +11,7 @@ What they compute is in `ops.mla`, by the rules of `ops.rope` and `ops.cache_lay
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from .declare import (
     PAIRS,
@@ -34,7 +33,10 @@ from .declare import (
     Weight,
     WeightOffset,
 )
+from .kernel_source import later
 from .steps import Quant
+
+_OPS = f"{__package__}.ops.mla"
 
 _PAIRS = Choice(
     name="pairs",
@@ -96,21 +98,32 @@ def _norm_rope_cache(name: str, said: str, quant: Quant | None) -> Op:
         results=(Like(name="q", of="q", doc="the query latent normed, rounded once."),)
         if quant is None
         else quant.results("q"),
-        reference=_reference(quant),
+        reference=partial(later(f"{_OPS}:norm_rope_cache"), None if quant is None else quant.format),
     )
 
 
-def _reference(quant: Quant | None) -> Callable[..., Any]:
-    def reference(*args: Any) -> Any:
-        from .ops.mla import norm_rope_cache
-
-        form = None if quant is None else quant.format
-        return norm_rope_cache(form, args[:BEFORE_OPTIONS], args[BEFORE_OPTIONS:])
-
-    return reference
-
-
 # ---- the query -------------------------------------------------------------------------------------------------------
+
+
+def _rope_of(query: str) -> Rows:
+    return Rows(
+        name="q_rope",
+        width="rope_width",
+        like=query,
+        heads=True,
+        doc="(tokens, heads, width): the rope columns of the query; a view of columns goes in as it is.",
+    )
+
+
+def _query(
+    name: str, doc: str, args: tuple[Argument, ...], result: Joined, quantised: bool, steady: tuple[Flag, ...] = ()
+) -> Op:
+    scale = (StaticScale(name="scale"), _PAIRS, QuantDtype()) if quantised else (_PAIRS,)
+    reference = name.removeprefix("mla_").removesuffix("_quant")
+    return Op(
+        name=name, doc=doc, args=(*args, *scale, *steady), results=(result,), reference=later(f"{_OPS}:{reference}")
+    )
+
 
 _QUERY = (
     Rows(
@@ -120,109 +133,69 @@ _QUERY = (
         doc="(tokens, heads, width): the query, absorbed into the latent's columns; a view of (heads, tokens, width) goes in as "
         "it is.",
     ),
-    Rows(
-        name="q_rope",
-        width="rope_width",
-        like="q_latent",
-        heads=True,
-        doc="(tokens, heads, width): the rope columns of the query; a view of columns goes in as it is.",
-    ),
+    _rope_of("q_latent"),
     *_tables("q_rope"),
 )
 
 
 def _query_concat(name: str, said: str, quantised: bool) -> Op:
-    scale = (StaticScale(name="scale"), _PAIRS, QuantDtype()) if quantised else (_PAIRS,)
-    return Op(
-        name=name,
-        doc=f"The absorbed query latent and the turned rope columns of the query beside each other{said}.",
-        args=(*_QUERY, *scale),
-        results=(
-            Joined(
-                name="query",
-                of="q_latent",
-                beside="q_rope",
-                doc="(tokens, heads, both widths)"
-                + (", in fp8, of what the op without the quantisation gives." if quantised else "."),
-            ),
-        ),
-        reference=_later("query_concat_static" if quantised else "query_concat"),
+    more = ", in fp8, of what the op without the quantisation gives." if quantised else "."
+    return _query(
+        name,
+        f"The absorbed query latent and the turned rope columns of the query beside each other{said}.",
+        _QUERY,
+        Joined(name="query", of="q_latent", beside="q_rope", doc=f"(tokens, heads, both widths){more}"),
+        quantised,
     )
 
 
 def _query_absorb(name: str, said: str, quantised: bool) -> Op:
-    scale = (StaticScale(name="scale"), _PAIRS, QuantDtype()) if quantised else (_PAIRS,)
-    return Op(
-        name=name,
-        doc=f"The query absorbed into the latent's columns, and its turned rope columns beside them{said}: the GEMM of each head "
+    more = ", in fp8; the product is rounded to the dtype of the query first." if quantised else "."
+    return _query(
+        name,
+        f"The query absorbed into the latent's columns, and its turned rope columns beside them{said}: the GEMM of each head "
         "and all behind it in one launch for up to 64 tokens (32 of more than 32 heads), in two for more (DeepSeek-V2, arXiv 2405.04434, appendix C).",
-        args=(
+        (
             Rows(
                 name="q_nope",
                 width="nope_width",
                 heads=True,
                 doc="(tokens, heads, width): the query's columns without rope; a view of columns goes in as it is.",
             ),
-            Rows(
-                name="q_rope",
-                width="rope_width",
-                like="q_nope",
-                heads=True,
-                doc="(tokens, heads, width): the rope columns of the query; a view of columns goes in as it is.",
-            ),
+            _rope_of("q_nope"),
             HeadWeight(
                 name="weight",
                 of="q_nope",
                 doc="(heads, width, latent): what absorbs each head, the key's half of `kv_b_proj`; one of the last two strides is 1.",
             ),
             *_tables("q_rope"),
-            *scale,
+        ),
+        Joined(
+            name="query", of="q_nope", through="weight", beside="q_rope", doc=f"(tokens, heads, latent + rope){more}"
+        ),
+        quantised,
+        (
             Flag(
                 name="steady",
                 doc="nothing on the stream writes to the weight, as to a parameter: it may be read while the kernel in front still runs.",
             ),
         ),
-        results=(
-            Joined(
-                name="query",
-                of="q_nope",
-                through="weight",
-                beside="q_rope",
-                doc="(tokens, heads, latent + rope)"
-                + (", in fp8; the product is rounded to the dtype of the query first." if quantised else "."),
-            ),
-        ),
-        reference=_later("query_absorb_static" if quantised else "query_absorb"),
     )
 
 
-def _later(name: str) -> Callable[..., Any]:
-    """A reference of `ops.mla`, which needs torch."""
-
-    def reference(*args: Any) -> Any:
-        from .kernel_source import imported
-
-        return imported(f"{__package__}.ops.mla:{name}")(*args)
-
-    return reference
-
-
 MLA_NORM_ROPE_CACHE = _norm_rope_cache("mla_norm_rope_cache", "", None)
-MLA_NORM_ROPE_CACHE_STATIC_QUANT = _norm_rope_cache(
-    "mla_norm_rope_cache_static_quant",
-    ", the query latent quantised to fp8 by a given scale",
-    Quant(per="static", out="q"),
-)
-MLA_NORM_ROPE_CACHE_PER_TOKEN_QUANT = _norm_rope_cache(
-    "mla_norm_rope_cache_per_token_quant",
-    ", the query latent quantised to fp8 with one scale per token",
-    Quant(per="token", out="q"),
-)
-MLA_NORM_ROPE_CACHE_GROUP_QUANT = _norm_rope_cache(
-    "mla_norm_rope_cache_group_quant",
-    ", the query latent quantised to fp8 with one scale per `group_size` columns",
-    Quant(per="group", out="q"),
-)
+MLA_NORM_ROPE_CACHE_STATIC_QUANT, MLA_NORM_ROPE_CACHE_PER_TOKEN_QUANT, MLA_NORM_ROPE_CACHE_GROUP_QUANT = _QUANTISED = [
+    _norm_rope_cache(
+        f"mla_norm_rope_cache_{name}_quant",
+        f", the query latent quantised to fp8 {how}",
+        Quant(per=per, out="q"),
+    )
+    for name, per, how in (
+        ("static", "static", "by a given scale"),
+        ("per_token", "token", "with one scale per token"),
+        ("group", "group", "with one scale per `group_size` columns"),
+    )
+]
 MLA_NORM_ROPE_CACHE_INTO = Op(
     name="mla_norm_rope_cache_into",
     doc=MLA_NORM_ROPE_CACHE.doc.replace(" (DeepSeek", ", and the former to a buffer (DeepSeek"),
@@ -237,7 +210,7 @@ MLA_NORM_ROPE_CACHE_INTO = Op(
         ),
     ),
     results=(),
-    reference=_later("norm_rope_cache_into"),
+    reference=later(f"{_OPS}:norm_rope_cache_into"),
 )
 MLA_QUERY_CONCAT = _query_concat("mla_query_concat", "", False)
 MLA_QUERY_CONCAT_STATIC_QUANT = _query_concat("mla_query_concat_static_quant", ", in fp8 by a given scale", True)
@@ -267,7 +240,7 @@ MLA_QUERY_ROPE = Op(
         _PAIRS,
     ),
     results=(),
-    reference=_later("query_rope"),
+    reference=later(f"{_OPS}:query_rope"),
 )
 
 _LATENT_KERNEL = Kernel(
@@ -282,15 +255,9 @@ _ABSORB_KERNEL = Kernel(
     steps="layerfuse.fusion.backends.triton.absorb:steps_of",
 )
 MLA = {
-    MLA_NORM_ROPE_CACHE: (_LATENT_KERNEL,),
-    MLA_NORM_ROPE_CACHE_INTO: (_LATENT_KERNEL,),
-    MLA_NORM_ROPE_CACHE_STATIC_QUANT: (_LATENT_KERNEL,),
-    MLA_NORM_ROPE_CACHE_PER_TOKEN_QUANT: (_LATENT_KERNEL,),
-    MLA_NORM_ROPE_CACHE_GROUP_QUANT: (_LATENT_KERNEL,),
-    MLA_QUERY_CONCAT: (_QUERY_KERNEL, Kernel(backend="aiter")),
-    MLA_QUERY_CONCAT_STATIC_QUANT: (_QUERY_KERNEL,),
-    MLA_QUERY_ABSORB: (_ABSORB_KERNEL,),
-    MLA_QUERY_ABSORB_STATIC_QUANT: (_ABSORB_KERNEL,),
+    **dict.fromkeys((MLA_NORM_ROPE_CACHE, MLA_NORM_ROPE_CACHE_INTO, *_QUANTISED), (_LATENT_KERNEL,)),
+    **dict.fromkeys((MLA_QUERY_CONCAT, MLA_QUERY_CONCAT_STATIC_QUANT), (_QUERY_KERNEL,)),
+    **dict.fromkeys((MLA_QUERY_ABSORB, MLA_QUERY_ABSORB_STATIC_QUANT), (_ABSORB_KERNEL,)),
     MLA_QUERY_ROPE: (_QUERY_KERNEL,),
 }
-"""The ops, with their kernels beside the reference. AITER's comes second: it needs more launches."""
+"""The ops, with their kernels beside the reference."""

@@ -9,9 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from .declare import (
     UE8M0,
     Bias,
@@ -35,6 +32,7 @@ from .declare import (
     RowScales,
     TokenScales,
 )
+from .kernel_source import later
 
 MOST = 16
 """Tokens up to which a product is one launch of layerfuse's: at 64 DeepGEMM and FlashInfer are faster (bench/results/few_token_gemm-nvidia-h100.json), and
@@ -51,7 +49,7 @@ such a product asks for its weights while the kernel in front of it runs."""
 WIDEST = 65536
 """Columns of a product up to which it is layerfuse's."""
 
-_WEIGHT = (LinearWeight(name="weight", of="x"), BlockScales(name="weight_scale", weight="weight"))
+_WEIGHT = (LinearWeight(name="weight", of="x"), BlockScales(name="weight_scale", of="weight"))
 _STEADY = Flag(
     name="steady",
     doc="nothing on the stream writes to the weight and its scales, as to parameters: they may be read while the kernel in front "
@@ -66,30 +64,19 @@ def _beyond(takes: str) -> NamedOp:
     )
 
 
-def _reference(name: str, module: str = "linear") -> Callable[..., Any]:
-    def reference(*args: Any) -> Any:
-        from .kernel_source import imported
+def _product(dtype: str) -> tuple[Product]:
+    return (Product(name="out", of="x", through="weight", doc=f"(..., columns), in {dtype}; sums are in float32."),)
 
-        return imported(f"{__package__}.ops.{module}:{name}")(*args)
 
-    return reference
-
+_OPS = f"{__package__}.ops.linear"
 
 GROUP_QUANT_LINEAR = Op(
     name="group_quant_linear",
     doc="x, quantised to fp8 with one scale per 128 columns, times an fp8 weight with one scale per 128 x 128: for up to 16 tokens in "
     "one launch (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).",
-    args=(
-        Rows(name="x"),
-        *_WEIGHT,
-        UE8M0,
-        _STEADY,
-        _beyond("x, weight, weight_scale"),
-    ),
-    results=(
-        Product(name="out", of="x", through="weight", doc="(..., columns), in the dtype of x; sums are in float32."),
-    ),
-    reference=_reference("group_quant_linear"),
+    args=(Rows(name="x"), *_WEIGHT, UE8M0, _STEADY, _beyond("x, weight, weight_scale")),
+    results=_product("the dtype of x"),
+    reference=later(f"{_OPS}:group_quant_linear"),
 )
 
 BLOCK_SCALED_LINEAR = Op(
@@ -103,8 +90,8 @@ BLOCK_SCALED_LINEAR = Op(
         _STEADY,
         _beyond("x, x_scale, weight, weight_scale"),
     ),
-    results=(Product(name="out", of="x", through="weight", doc="(..., columns), in out_dtype; sums are in float32."),),
-    reference=_reference("block_scaled_linear"),
+    results=_product("out_dtype"),
+    reference=later(f"{_OPS}:block_scaled_linear"),
 )
 
 SCALED_LINEAR = Op(
@@ -115,14 +102,14 @@ SCALED_LINEAR = Op(
         QuantisedRows(name="x"),
         TokenScales(name="x_scale", of="x"),
         LinearWeight(name="weight", of="x"),
-        ChannelScales(name="weight_scale", weight="weight"),
+        ChannelScales(name="weight_scale", of="weight"),
         Bias(name="bias", weight="weight", doc="(columns,), of out_dtype; None: nothing is added."),
         FloatDtype(),
         _STEADY,
         _beyond("x, x_scale, weight, weight_scale, bias"),
     ),
-    results=(Product(name="out", of="x", through="weight", doc="(..., columns), in out_dtype; sums are in float32."),),
-    reference=_reference("scaled_linear"),
+    results=_product("out_dtype"),
+    reference=later(f"{_OPS}:scaled_linear"),
 )
 
 FEW_TOKEN_LINEAR = Op(
@@ -130,14 +117,9 @@ FEW_TOKEN_LINEAR = Op(
     doc="x times a weight of bfloat16 or float16, as torch.nn.functional.linear: for up to 16 tokens in one launch, which shares out the depth. "
     "That function takes more tokens, and float32.",
     args=(Rows(name="x"), PlainWeight(name="weight", of="x"), Bias(name="bias", weight="weight"), _STEADY),
-    results=(
-        Product(name="out", of="x", through="weight", doc="(..., columns), in the dtype of x; sums are in float32."),
-    ),
-    reference=_reference("few_token_linear"),
+    results=_product("the dtype of x"),
+    reference=later(f"{_OPS}:few_token_linear"),
 )
-
-BLOCK_SCALED = (GROUP_QUANT_LINEAR, BLOCK_SCALED_LINEAR)
-"""Those with fp8 weights in blocks of 128 x 128."""
 
 BLOCK_SCALED_EXPERTS = Op(
     name="block_scaled_experts",
@@ -148,9 +130,9 @@ BLOCK_SCALED_EXPERTS = Op(
         QuantisedRows(name="x", doc="(tokens, width)."),
         RowScales(name="x_scale", of="x"),
         ExpertWeights(name="w13", of="x", doc="(experts, 2 * inner, width), fp8: gates, then as many others."),
-        ExpertScales(name="w13_scale", weights="w13"),
+        ExpertScales(name="w13_scale", of="w13"),
         ExpertWeights(name="w2", of="w13", doc="(experts, width, inner), fp8."),
-        ExpertScales(name="w2_scale", weights="w2"),
+        ExpertScales(name="w2_scale", of="w2"),
         RouterWeights(name="topk_weights", of="x"),
         ExpertIds(name="topk_ids", of="topk_weights"),
         Output(name="out", of="x", doc="(tokens, width), floating: written to; sums are in float32."),
@@ -158,7 +140,7 @@ BLOCK_SCALED_EXPERTS = Op(
         _STEADY,
     ),
     results=(),
-    reference=_reference("block_scaled_experts", "experts"),
+    reference=later(f"{_OPS}:block_scaled_experts"),
 )
 
 

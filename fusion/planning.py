@@ -21,13 +21,12 @@ from ..adapters.layer_specs import LayerSpec
 from ..adapters.specs import AnySpec, FinalNormSpec, KernelSpec, LinearSpec, MLASpec, ResidualSpec
 from .alike import PLACE, Alike
 from .catalog import FUSIONS
-from .chain import LAYERFUSE, Fusion
-from .config import FusionConfig
+from .chain import LAYERFUSE, Fusion, TokenLimit
+from .config import ENVIRONMENT, FusionConfig
 from .engine import NAMES as ENGINES
 from .engine import SPELT, Engine
 from .legality import legality
-from .limits import TokenLimit
-from .policy import At, Measurement, Policy, shipped
+from .policy import GROUP, At, Measurement, Policy, shipped
 from .sites import (
     ACTIVATION,
     LINEAR,
@@ -37,6 +36,7 @@ from .sites import (
     latents_of,
     linear_sites,
     mixture_sites,
+    sites_in_words,
     sites_of,
     stack_of,
 )
@@ -201,10 +201,30 @@ class Plan:
         FUSIONS.check(fusion)
         return any(d.fusion == fusion and d.kind != "not_applicable" for d in self.decisions)
 
-    def unfound(self, names: Iterable[str], taken: str | None = None) -> dict[str, str]:
+    @property
+    def why_empty(self) -> str | None:
+        """Why no fusion concerns any site, as a sentence: the reasons that hold at most sites, until each site has one. None: some fusion does."""
+        if any(map(self.concerns, FUSIONS)):
+            return None
+        if not self.sites:
+            read = ", ".join(dict.fromkeys(type(spec).__name__ for _, spec in self.specs))
+            return f"no fusion has a site here: {f'layers are read as {read}' if read else 'no layer was read'}"
+        at: dict[str, set[str]] = {}
+        for decision in self.decisions:
+            at.setdefault(decision.reason, set()).add(decision.site)
+        left, reasons = {site.name for site in self.sites}, []
+        for reason, sites in sorted(at.items(), key=lambda each: -len(each[1])):
+            if sites & left:
+                reasons.append(f"{sites_in_words(len(sites & left))}: {reason}")
+                left -= sites
+        return f"no fusion can stand here: {'; '.join(reasons)}"
+
+    def unfound(self, names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str]:
         """As the function `unfound`, of this plan alone."""
         found = unfound(names, self.decisions, taken)
         engine = self.engine
+        if engine is not None:  # what holds of any model
+            found |= {name: engine.refuses[name] for name in found if name in engine.refuses}
         if engine is None or (engine.name == "transformers" and engine.linears is None):
             found |= {name: LINEARS_BY_ENGINE for name in found if FUSIONS[name].roles == (LINEAR,)}
         return found
@@ -237,7 +257,7 @@ class Plan:
 
     def __str__(self) -> str:
         where = f"{self.target}" if self.engine is None else f"{self.target} in {self.engine.name}"
-        lines = [f"plan for {where}:"]
+        lines = [f"plan for {where}:", *([] if self.why_empty is None else [f"  {self.why_empty}"])]
         for name in filter(self.concerns, FUSIONS):
             kinds = Counter((KINDS.index(d.kind), str(d.tokens)) for d in self.decisions if d.fusion == name)
             counts = ", ".join(
@@ -358,18 +378,18 @@ LINEARS_BY_ENGINE = "there is a place for it in transformers' models with fusion
 """Why a plan that was told of no loaded model has no site for a linear."""
 
 
-def unfound(names: Iterable[str], decisions: Iterable[Decision], taken: str | None = None) -> dict[str, str]:
+def unfound(names: Iterable[str], decisions: Iterable[Decision], taken: Collection[str] = ()) -> dict[str, str]:
     """The fusions of these names that can happen at no site of a model -> why, as a sentence.
 
     Args:
         names: of fusions that are asked for.
         decisions: of all plans for the model.
-        taken: the reason of a decision at whose site something else does the same.
+        taken: reasons of decisions at whose sites something else does the same.
     """
     found, decisions = {}, tuple(decisions)
     for name in names:
         of_it = [each for each in decisions if each.fusion == name]
-        if not any(each.kind in ("expected", "fallback") or each.reason == taken for each in of_it):
+        if not any(each.kind in ("expected", "fallback") or each.reason in taken for each in of_it):
             refused = [each.reason for each in of_it if each.kind == "refused"]
             reasons = Counter(refused or [each.reason for each in of_it])
             found[name] = reasons.most_common(1)[0][0] if reasons else FUSIONS[name].nowhere
@@ -422,9 +442,6 @@ def _label(spec: AnySpec) -> str:
 Row: TypeAlias = tuple[str, Kind, str, Tokens]
 """A decision without its site."""
 
-FP8_BLOCK = 128
-"""Columns that share a scale in checkpoints in fp8 blocks."""
-
 UNKNOWN = "not known:"
 """How a reason begins that says what a plan does not know of a site."""
 
@@ -447,8 +464,9 @@ class _Decider:
     ) -> None:
         self._target = target
         self._quantised = bool(quants)
-        blocks = engine is not None and any(each.group_size == FP8_BLOCK for each in quants)
-        self._linears = engine.block_linears if engine is not None and blocks else None
+        groups = [each.group_size for each in quants if each.scheme == "group"]
+        self._columns = GROUP if GROUP in groups else next(iter(groups), None)
+        self._linears = engine.block_linears if engine is not None and GROUP in groups else None
         self._roles = roles
         self._mixed = mixed
         self._config = config
@@ -501,6 +519,7 @@ class _Decider:
             quant=quant,
             mixture=self._is_mixed(site),
             quantised=self._quantised,
+            columns=quant.group_size if quant is not None and quant.scheme == "group" else self._columns,
             linears=self._linears,
             foreign=self._is_foreign,
         )
@@ -604,7 +623,7 @@ class _Decider:
                 figure = self._policy.why_nothing_gained(fusion.name, engine, at)
                 # A pass of the engine's looks for a quantisation in the graph too.
                 inside = fusion.format is not None and quant is not None and quant.inside
-                elsewhere = None if inside else engine.does.get(fusion.name)
+                elsewhere = None if inside else engine.why_done(fusion.name, quant)
                 elsewhere = f"{elsewhere}; {figure}" if elsewhere is not None and figure is not None else elsewhere
             if elsewhere is not None:
                 return Legality("not_applicable", elsewhere)
@@ -613,8 +632,9 @@ class _Decider:
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:
             refusal = refusal or limit.reason
-        elif limit is not None and switched is None:
-            off = limit.unless_switched_on or off
+        elif limit is not None and switched is None and self._config.level != 0:
+            how = f"; {ENVIRONMENT}=+{fusion.name}, or in Python FusionConfig(switches={{'{fusion.name}': True}}), switches it on"
+            off = off if limit.unless_switched_on is None else limit.unless_switched_on + how
         reason = refusal or off
         if reason is not None:
             if refusal is None:

@@ -33,6 +33,8 @@ NO_SLOWER = 0.995
 """No cell of a measurement may fall below this at the lower end of its interval."""
 FASTER = 1.01
 """At least one cell must be this many times faster."""
+GROUP = 128
+"""Columns that share a scale in checkpoints in fp8 blocks."""
 
 
 class PolicyError(LayerfuseError, ValueError):
@@ -99,10 +101,14 @@ class Measurement:
     "A fusion: it holds where the engine does not do that itself."
     quant: str | None = None
     "It holds where what reads the site quantises like this: a word of `ActivationQuant.scheme`. None: however it does."
+    group: int = GROUP
+    "Columns that share a scale in linears that quantise in groups: it holds beside those, and where none does."
     inside: bool = False
     "Whether the linears quantise inside of the op that multiplies (`ActivationQuant.inside`); of no account where nothing is quantised."
     mixtures: bool | None = None
     "Whether its layers were mixtures of experts; None: both kinds. Of several measurements that hold at a site, a plan quotes one of its kind."
+    output: str | None = None
+    "The spec of the layers whose gated norm was fused, as `GatedDeltaNetSpec`: at the output of other layers it says nothing."
     compiled: bool = True
     "Whether the engine compiled the model. False: the fusions stood at module level."
     why: str | None = None
@@ -155,16 +161,20 @@ class Measurement:
         unless = [] if self.unless is None else [f"where {SPELT[self.engine]} does not do {self.unless} itself"]
         inside = [] if not self.inside else ["where linears quantise inside of their op"]
         eager = [] if self.compiled else ["where nothing is compiled"]
-        return ", ".join([self.arch, *quant, *inside, *ranks, *unless, *eager])
+        output = [] if self.output is None else [f"gated norms of {self.output} alone"]
+        return ", ".join([self.arch, *quant, *inside, *ranks, *unless, *eager, *output])
 
     def holds(self, at: At) -> bool:
         """Whether a site is one that the measurement speaks of."""
         from ..adapters.specs import KernelSpec
+        from .sites import OUTPUT
 
         scheme = None if at.quant is None else at.quant.scheme
         return (
             at.target.arch == self.arch
+            and at.columns in (None, self.group)
             and self.quant in (None, scheme)
+            and (at.site.role != OUTPUT or self.output in (None, type(at.site.spec).__name__))
             and not isinstance(at.site.spec, KernelSpec)
             and at.site.spec.parallel.size >= self.ranks
         )
@@ -184,6 +194,8 @@ class At:
     "Whether any linear of the model quantises what it reads."
     foreign: Callable[[str], bool]
     "Whether the model has no site for a fusion."
+    columns: int | None = None
+    "Columns that share a scale where what reads the site quantises in groups, else where the model's linears do; None: none does."
     linears: str | None = None
     "Whose kernel the model's linears in fp8 blocks are, as `Measurement.linears`; None: not known, or it has none."
 
@@ -272,11 +284,15 @@ class Policy:
         """Why a fusion is off in an engine unless it is switched on, where no measurement turns it on; `at`: where, None: anywhere."""
         inside, how = (
             at is not None and _inside(fusion, at.quant),
-            "" if engine.compiled else " where that compiles nothing",
+            "" if engine.compiled else " without compilation",
         )
         known = [each for each in self.of(fusion, engine.name) if each.compiled == engine.compiled]
+        groups = sorted({each.group for each in known if each.faster or each.but is not None})
+        if at is not None and groups and at.columns not in (None, *groups):
+            several = _listed([*map(str, groups)])
+            return f"of linears that quantise in groups it was benchmarked with those of {several} columns alone, and here they have {at.columns}"
         if inside and not any(each.inside for each in known):
-            return f"it was not benchmarked in {engine.name}{how} with linears that quantise inside of their op"
+            return f"it was not benchmarked in {engine.name}{how}{'' if engine.compiled else ' and'} with linears that quantise inside of their op"
         faster = [each for each in known if each.faster and each.inside == inside]
         if faster:
             where = dict.fromkeys(each.where for each in faster)

@@ -6,14 +6,15 @@ report tells what was compiled from what was executed.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import field, frozen
 
-from ..adapters.errors import LayerfuseError
+from ..adapters.errors import LayerfuseError, counted
 from .catalog import FUSIONS
 from .planning import Plan
 from .sites import sites_in_words
@@ -87,6 +88,26 @@ class CallRecord:
         return sum(count for (_, name), count in self.ran.items() if fusion in (None, name))
 
 
+def unnumbered(reason: str) -> str:
+    """A reason with the numbers of graph nodes left out: `mm_3` is `mm`."""
+    return re.sub(r"\b([A-Za-z]\w*?)_\d+\b", r"\1", reason)
+
+
+def in_groups(reasons: Mapping[str, str], same: Callable[[str], str] = unnumbered) -> Iterator[str]:
+    """`layers.0:input and 3 more: why`, a line for each reason of sites or layers.
+
+    Args:
+        reasons: site or layer -> reason.
+        same: what of a reason tells it from others: all but numbers of graph nodes.
+    """
+    groups: dict[str, list[str]] = {}
+    for place, reason in reasons.items():
+        groups.setdefault(same(reason), []).append(place)
+    for first, *others in groups.values():
+        more = f" and {len(others)} more" if others else ""
+        yield f"{first or 'the model itself'}{more}: {reasons[first]}"
+
+
 class FusionMissedError(LayerfuseError, RuntimeError):
     """Expected fusions that did not happen, or layers of which nothing can be expected.
 
@@ -106,11 +127,11 @@ class FusionMissedError(LayerfuseError, RuntimeError):
         lines = []
         for fusion, sites in self.missed.items():
             lines.append(f"{fusion} was expected and did not happen at {sites_in_words(len(sites))}:")
-            lines += [f"  - {site}: {reason}" for site, reason in sites.items()]
+            lines += [f"  - {line}" for line in in_groups(sites)]
         lines += [f"{name} is asked for, and has no site in this model: {why}" for name, why in self.unfound.items()]
         if self.unknown:
             lines.append("No adapter knows the class of these layers, so nothing can be planned for them:")
-            lines += [f"  - {layer or 'the model itself'}: {name}" for layer, name in self.unknown.items()]
+            lines += [f"  - {line}" for line in in_groups(self.unknown, str)]
             lines.append(
                 "Declare the class in a models.toml entry, or pass specs= to leave such layers out on purpose."
             )
@@ -157,7 +178,7 @@ class FusionReport:
 
     def __str__(self) -> str:
         more = f", {len(self.fallback)} as a fallback" if self.fallback else ""
-        more += "" if self.last_call is None else f"; {self.last_call} uses ran fused in the last call"
+        more += "" if self.last_call is None else f"; {counted(self.last_call, 'use')} ran fused in the last call"
         lines = [
             f"{self.fusion}: {len(self.expected)} expected, {len(self.matched)} matched, {len(self.refused)} refused, "
             f"{len(self.not_applicable)} not applicable{more}"
@@ -168,11 +189,7 @@ class FusionReport:
             "beyond its tokens": self.beyond,
             "padding left": self.left,
         }
-        for kind, sites in kinds.items():
-            for reason, count in Counter(sites.values()).items():
-                first = next(site for site, why in sites.items() if why == reason)
-                others = f" and {count - 1} more" if count > 1 else ""
-                lines.append(f"  {kind}: {first}{others}: {reason}")
+        lines += [f"  {kind}: {line}" for kind, sites in kinds.items() for line in in_groups(sites)]
         return "\n".join(lines)
 
 
@@ -265,7 +282,7 @@ class Report:
         known = sorted({count for count in counts if count is not None})
         if not known or None in counts or any(count in tokens for count in known for tokens in planned):
             return None
-        several = f"{' and '.join(map(str, known[:3]))}{' and more' if len(known) > 3 else ''} tokens"
+        several = f"{' and '.join(map(str, known[:3]))}{' and more' if len(known) > 3 else ''} token{'' if known == [1] else 's'}"
         return f"its graphs are for {several}; it is planned {' and '.join(map(str, planned))}"
 
     def _why_missed(self, fusion: str, site: str) -> str | None:
@@ -292,11 +309,12 @@ class Report:
             return hidden
         loose = [sentence for record in self.records for sentence in record.unattributed]
         hint = f"; norms that match no site: {'; '.join(loose[:3])}" if loose else ""
-        plural = "s" if len(self.records) > 1 else ""
         placed = self.plan.site[site]
         what = "its norms are" if placed.norms else "its chain is"
-        what = what if placed.multiplies is None else "a product that layerfuse knows is"
-        return f"{what} in none of the {len(self.records)} compiled graph{plural}{hint}"
+        if placed.multiplies is not None:
+            what = "a product that layerfuse knows is"
+            hint = "; other ops multiply there, or it ran in no graph (TORCH_LOGS=aot_graphs,graph_breaks says which)"
+        return f"{what} in none of the {counted(len(self.records), 'compiled graph')}{hint}"
 
     def why_hidden(self) -> str | None:
         """Why norms are in no graph, where bodies inside of graphs hold some, as a sentence; None where none do."""
@@ -365,15 +383,14 @@ class Report:
         }
 
     def __str__(self) -> str:
-        calls = f", {self.calls} calls" if self.calls else ""
-        lines = [f"fusion report: {self.graphs} graphs compiled for {self.plan.target}{calls}"]
+        calls = f", {counted(self.calls, 'call')}" if self.calls else ""
+        lines = [f"fusion report: {counted(self.graphs, 'graph')} compiled for {self.plan.target}{calls}"]
+        lines += [] if self.plan.why_empty is None else [f"  {self.plan.why_empty}"]
         for name in filter(self.plan.concerns, FUSIONS):
             lines += ["  " + line for line in str(self.of(name)).splitlines()]
         lines += [f"  {name} is asked for, and has no site in this model: {why}" for name, why in self.unfound.items()]
-        lines += [
-            f"  unknown: {layer or 'the model itself'}: no adapter knows {name}"
-            for layer, name in self.all_unknown().items()
-        ]
+        unknown = {layer: f"no adapter knows {name}" for layer, name in self.all_unknown().items()}
+        lines += [f"  unknown: {line}" for line in in_groups(unknown, str)]
         if self.shadow is not None:
             lines += ["  " + line for line in str(self.shadow).splitlines()]
         return "\n".join(lines)

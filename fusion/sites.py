@@ -14,7 +14,7 @@ import attrs
 from attrs import field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
-from ..adapters.errors import SpecError, did_you_mean, shown
+from ..adapters.errors import SpecError, counted, did_you_mean, shown
 from ..adapters.linear_specs import NOT_QUANTISED, PLAIN
 from ..adapters.specs import (
     AnySpec,
@@ -47,7 +47,7 @@ DECODE = "decode"
 
 def sites_in_words(count: int) -> str:
     """`1 site`, `2 sites`."""
-    return f"{count} site{'' if count == 1 else 's'}"
+    return counted(count, "site")
 
 
 @frozen

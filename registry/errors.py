@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ..adapters.errors import LayerfuseError, UnknownNameError, closest, cut, did_you_mean, shown
 
@@ -72,8 +72,28 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+HOW = {
+    "-fp8-dynamic": ("per_token", "with a scale per token"),
+    "-fp8-block": ("group128", "in blocks of 128 x 128"),
+    "-fp8": ("group128", "in blocks of 128 x 128 (static: of one scale; per_token: of one per token)"),
+}
+"""How names of checkpoints in fp8 end -> the `--quant` that fits, and what it is of."""
+
+
 class UnknownModelError(UnknownNameError):
-    """No models.toml entry has this name."""
+    """No models.toml entry has this name. `quantised`: the declared model of which it names a checkpoint in fp8, and `HOW` it says that it quantises."""
+
+    quantised: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, name: str, names: Mapping[str, str], known: Collection[str]) -> UnknownModelError:
+        """The error, with the declared model of which this is called a checkpoint in fp8: `names` has the model of each name."""
+        error, asked = cls(name, known), cut(name.lower(), 200).rpartition("/")[2]
+        last = {each.rpartition("/")[2]: model for each, model in names.items()}
+        suffix = next((each for each in HOW if asked.endswith(each)), None)
+        if suffix is not None and asked not in last and (base := last.get(asked.removesuffix(suffix))):
+            error.quantised = base, suffix
+        return error
 
     @property
     def closest(self) -> tuple[str, ...]:
@@ -87,6 +107,10 @@ class UnknownModelError(UnknownNameError):
 
     def __str__(self) -> str:
         near = f"; did you mean {' or '.join(self.closest)}?" if self.closest else "."
+        if self.quantised is not None:
+            base, suffix = self.quantised
+            how, words = HOW[suffix]
+            near += f" `layerfuse plan {base} --quant {how}` plans for its linears in fp8 {words}."
         return f"no model is called {shown(self.name)}{near} `layerfuse models` lists all {len(self.known)}."
 
 

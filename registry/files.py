@@ -167,7 +167,8 @@ def _layer_kind(converter: cattrs.Converter, value: Any) -> Any:
     family = value.get("family")
     if not isinstance(family, str) or family not in KINDS:
         hint = did_you_mean(family, KINDS) if isinstance(family, str) else ""
-        raise _WrongValueError(f"family: expected one of {', '.join(KINDS)}, got {shown(family)}{hint}")
+        got = shown(family) if "family" in value else f"none, and the keys {shown([*value])}"
+        raise _WrongValueError(f"family: expected one of {', '.join(KINDS)}, got {got}{hint}")
     return converter.structure(value, KINDS[family])
 
 

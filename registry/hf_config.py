@@ -70,7 +70,7 @@ _SIDE_BY_SIDE = re.compile(r"parallel_(residual|attn|attention|block)")
 """Keys of layers that add attention and MLP to the stream at once (GPT-NeoX, Falcon), so that no norm stands behind the first add."""
 
 _CODE_DIFFERS: Mapping[str, str] = {
-    "phimoe": "its norms are LayerNorms, though their epsilon is called rms_norm_eps; specs describe RMSNorms",
+    "phimoe": "its norms are LayerNorms, though their epsilon is called rms_norm_eps, and models.toml cannot say LayerNorm",
 }
 """Model types whose transformers code is known to contradict their config."""
 
@@ -134,7 +134,7 @@ class HFConfig:
         if not found:
             return ""
         if key == "rms_norm_eps":
-            return f" (there is {', '.join(found)}, which may be a LayerNorm's; specs describe RMSNorms)"
+            return f" (there is {', '.join(found)}, which may be a LayerNorm's, and models.toml cannot say LayerNorm)"
         return f" (there is {', '.join(found)}; if that is the same thing, add it under this name)"
 
     def family(self) -> tuple[Family, str] | None:

@@ -105,8 +105,12 @@ def _rope_scaling(config: HFConfig) -> float:
     try:
         if isinstance(said, Mapping):
             return rope_attention_scaling(said, config.values.get("max_position_embeddings"))
-    except (UnreadableError, TypeError, ValueError, ArithmeticError) as error:
-        config.problems.append(f"rope_scaling: what it multiplies cos and sin with cannot be told: {error}")
+    except UnreadableError as error:
+        config.problems.append(f"rope_scaling: {error}")
+    except (TypeError, ValueError, ArithmeticError):
+        config.problems.append(
+            f"rope_scaling: expected numbers that cos and sin are multiplied by, got {shown(dict(said))}"
+        )
     return 1.0
 
 
@@ -211,7 +215,9 @@ def gqa_of(
         head_dim = hidden_size // max(heads, 1)
         note = f"head_dim is not said; it is hidden_size / num_attention_heads = {head_dim}, as in Llama: derived, to be checked"
         if heads and hidden_size % heads:
-            config.problems.append("head_dim is missing, and num_attention_heads does not divide hidden_size")
+            config.problems.append(
+                f"head_dim is missing, and num_attention_heads = {heads} does not divide hidden_size = {hidden_size}"
+            )
         elif note not in config.notes:
             config.notes.append(note)
     if config.has("num_key_value_heads"):

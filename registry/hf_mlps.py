@@ -18,12 +18,20 @@ from .hf_config import HFConfig
 from .hf_layers import at_of, is_rest
 from .kinds import SHARED_EXPERTS, ExpertsKind, MLPKind
 
+LEFT_OUT = " are left out: "
+"""Between what the entry does not have, and why."""
+
 
 def mlps_of(config: HFConfig, total: int, sibling: ModelEntry) -> dict[str, MLPKind]:
     """The kinds of gated MLP by name, with their places; none, and a note, where the config does not say enough."""
-    if not sibling.mlps:
-        return {}
     asked = HFConfig(config.values)
+    if not sibling.mlps:
+        dense = _sparse(asked, total, sibling).count(False)
+        if dense and not asked.problems and all(sibling.mixture_at()):
+            config.notes.append(
+                f"the dense MLPs of {dense} of {total} layers{LEFT_OUT}{sibling.name} has none, which would tell what they are"
+            )
+        return {}
     activation = _activation(asked, sibling)
     sparse = _sparse(asked, total, sibling)
     places = {
@@ -45,7 +53,7 @@ def mlps_of(config: HFConfig, total: int, sibling: ModelEntry) -> dict[str, MLPK
         for name, indices in places.items()
     }
     if asked.problems:
-        config.notes.append(f"the gated MLPs are left out: {'; '.join(dict.fromkeys(asked.problems))}")
+        config.notes.append(f"the gated MLPs{LEFT_OUT}{'; '.join(dict.fromkeys(asked.problems))}")
         return {}
     return kinds
 
@@ -74,7 +82,7 @@ def experts_of(config: HFConfig, total: int, sibling: ModelEntry, mlps: Mapping[
         if not mlps and not all(sparse):
             at = at_of([index for index, mixture in enumerate(sparse) if mixture], total, rest=False)
     if asked.problems:
-        config.notes.append(f"the routed experts are left out: {'; '.join(dict.fromkeys(asked.problems))}")
+        config.notes.append(f"the routed experts{LEFT_OUT}{'; '.join(dict.fromkeys(asked.problems))}")
         return None
     return ExpertsKind(num_experts=number, experts_per_token=each, intermediate_size=width, at=at)
 
@@ -152,7 +160,9 @@ def _sparse(config: HFConfig, total: int, sibling: ModelEntry) -> list[bool]:
         first = config.count("first_k_dense_replace")
         step = max(1, config.count("moe_layer_freq")) if config.has("moe_layer_freq") else 1
         return [index >= first and index % step == 0 for index in range(total)]
-    if config.has("num_experts"):  # Qwen
+    if any(
+        map(config.has, ("num_experts", "decoder_sparse_step", "mlp_only_layers"))
+    ):  # Qwen; transformers may save num_local_experts
         step = max(1, config.count("decoder_sparse_step")) if config.has("decoder_sparse_step") else 1
         dense = values["mlp_only_layers"] if isinstance(values.get("mlp_only_layers"), list) else []
         return [index not in dense and (index + 1) % step == 0 for index in range(total)]

@@ -15,7 +15,7 @@ from typing import Any
 from ..adapters.errors import FOREIGN, LayerfuseError, cut, shown
 from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
 from .published import LINEARS, Linears, QuantKind
-from .quant_methods import METHODS, UNREAD, MalformedError, UnreadError
+from .quant_methods import METHODS, UNREAD, MalformedError, UnreadError, left_out
 
 _NAMES: Mapping[Linears, tuple[str, ...]] = {
     "mlps": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
@@ -121,13 +121,19 @@ def _read(
         raise MalformedError(f'quant_method: expected a text, as "fp8", got {shown(method)}')
     if method is None and (said.get("producer") or {}).get("name") == "modelopt":
         method = "modelopt"
-    if isinstance(said.get("quantization"), Mapping):  # ModelOpt's own file
-        said = {**said, **said["quantization"]}
+    inner = said.get("quantization")  # in ModelOpt's own file
+    if isinstance(inner, Mapping):
+        said = {**said, **inner}
+    elif inner is not None and method == "modelopt":
+        raise MalformedError(f'quantization: expected a table, as {{"quant_algo": "FP8"}}, got {shown(inner)}')
+    own = said.get("linear_fp8_config")
+    if method == "compressed-tensors" and own is not None:
+        return _with_linears_in_fp8(said, own, held, layers, file)
     reading = METHODS.get(str(method))
     if reading is None:
         why = UNREAD.get(str(method), f"{', '.join(METHODS)} are known here")
         raise UnreadError(f"its quant_method is {shown(method)}: {why}")
-    left = [text for key in _LEFT_OUT for text in _texts(said, key)]
+    left = [text for key in _LEFT_OUT for text in _texts(said, key)] + left_out(said)
     if len(left) > MOST_NAMES:
         raise UnreadError(f"it leaves out {len(left)} names")
     linears = [each for each in LINEARS if each in held and not _is_left_out(each, left, layers)]
@@ -141,6 +147,17 @@ def _read(
     if problems:
         raise UnreadError("; ".join(problems))
     return {str(method) if str(method).startswith(("fp8", "mx", "nv")) else kind.weight.partition("_")[0]: kind}
+
+
+def _with_linears_in_fp8(
+    said: Mapping[str, Any], own: Any, held: Sequence[Linears], layers: Sequence[LayerKind], file: str
+) -> dict[str, QuantKind]:
+    """SGLang's `CompressedTensorsConfig.from_config`: all linears as a config of fp8 of their own says, and routed experts by the groups."""
+    if not isinstance(own, Mapping) or own.get("quant_method") != "fp8":
+        raise UnreadError("its linear_fp8_config has no quant_method fp8, and SGLang then quantises as it loads")
+    groups = {key: value for key, value in said.items() if key != "linear_fp8_config"}
+    found = _read(own, [each for each in held if each != "experts"], layers, f"{file}, linear_fp8_config")
+    return found | (_read(groups, ["experts"], layers, file) if "experts" in held else {})
 
 
 def _texts(said: Mapping[str, Any], key: str) -> list[str]:
@@ -183,7 +200,7 @@ def _names(text: str, name: str) -> bool:
     text = text[text.find("layers.") if "layers." in text else 0 :]
     if "*" in text:
         return fnmatchcase(name, text) or fnmatchcase(name, f"{text}.*")
-    return f".{text}." in f".{name}."
+    return f".{text}." in f".model.{name}."
 
 
 def held_by(mlps: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Linears]:

@@ -22,9 +22,9 @@ from ..adapters.errors import LayerfuseError, cut, shown
 from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
 from .hf_heads import SINKS
-from .hf_hybrids import HYBRIDS, READ_HERE, hybrid_layers, layers_in
+from .hf_hybrids import HYBRIDS, READ_HERE, Hybrid, hybrid_layers, layers_in
 from .hf_layers import layers_of
-from .hf_mlps import experts_of, mlps_of
+from .hf_mlps import LEFT_OUT, experts_of, mlps_of
 from .hf_quant import held_by, quant_of
 from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
 from .quant_methods import MalformedError
@@ -57,16 +57,23 @@ _OFFSETS = re.compile(r"zero_cent(er|re)ed|unit_offset|layernorm_1p")
 
 
 class ConfigError(LayerfuseError, ValueError):
-    """A config.json that does not say what an entry needs: every reason, and the adapter where one was recognised."""
+    """A config.json that does not say what an entry needs: every reason, the adapter where one was recognised, and what to do instead."""
 
-    def __init__(self, file: str, problems: Sequence[str], recognised: Sequence[str] = ()) -> None:
+    def __init__(self, file: str, problems: Sequence[str], recognised: Sequence[str] = (), instead: str = "") -> None:
         self.file = file
         self.problems = tuple(problems)
         self.recognised = tuple(recognised)
-        super().__init__(file, self.problems, self.recognised)
+        self.instead = instead
+        super().__init__(file, self.problems, self.recognised, instead)
 
     def __str__(self) -> str:
-        return "\n".join(f"{cut(self.file, 400)}: {sentence}" for sentence in (*self.recognised, *self.problems))
+        notes = [f"note: {sentence}" for sentence in self.recognised]
+        said = [*notes, *self.problems, *filter(None, [self.instead])]
+        return "\n".join(f"{cut(self.file, 250)}: {sentence}" for sentence in said)
+
+
+WITHOUT_AN_ENTRY = "fusion.compile and registry.specs_in need no entry: they read the model's own layers, those whose classes are known"
+"""What is left to those whose config was read and makes no entry."""
 
 
 @frozen(kw_only=True)
@@ -79,7 +86,7 @@ class Inspection:
     recognised: tuple[str, ...]
     "Sentences: which adapter, and why."
     same_as: tuple[str, ...]
-    "Declared models with exactly these layers."
+    "Declared models with exactly these layers, of one model_type."
     differs: tuple[str, ...]
     "How the layers differ from the first declared model of this architecture; empty where `same_as` is not."
     notes: tuple[str, ...]
@@ -88,6 +95,15 @@ class Inspection:
     "What the model's code contradicts, or what of it fits no known class: the entry is then a draft, and no answer."
     unread: str | None = None
     "Why what it says of its quantisation is not read, which is one of the notes; None where it is, or it says nothing."
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """The notes that say what of the config is not in the entry."""
+        return tuple(
+            note
+            for note in self.notes
+            if note == self.unread or LEFT_OUT in note or note.startswith((MODELOPT, NO_MLP_SAID))
+        )
 
     def toml(self) -> str:
         """The entry as models.toml text, with the notes as comments. A draft is nothing but comments, so that it declares nothing."""
@@ -107,6 +123,11 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or is no JSON object.
     """
+    if path.name == MODELOPT:
+        raise ConfigError(
+            str(path),
+            ["says how a checkpoint is quantised, and no more: give the config.json beside it, or their folder"],
+        )
     return _read_json(path / "config.json" if path.is_dir() else path, "config.json")
 
 
@@ -199,7 +220,7 @@ def inspect(
         layers = layers_of(hf, total, types[-1] if types else "", _gate(sibling), _turned(sibling))
     hidden_size, epsilon = hf.count("hidden_size"), hf.number(_epsilon(hf, types) if hybrid is None else hybrid.epsilon)
     if hf.problems or adapter is None:
-        raise ConfigError(file, list(dict.fromkeys(hf.problems)), recognised)
+        raise ConfigError(file, list(dict.fromkeys(hf.problems)), recognised, WITHOUT_AN_ENTRY)
     taken = {known: other.name for other in registry.models().values() for known in other.names}
     wanted = _name(name or folder or _own_name(config) or (types[0] if types else "model"))
     own = wanted if name else _free(wanted, taken)
@@ -230,7 +251,7 @@ def inspect(
 
     problems = contradictions(entry)
     if problems:
-        raise ConfigError(file, problems, recognised)
+        raise ConfigError(file, problems, recognised, WITHOUT_AN_ENTRY)
     kinds = [entry.layers[word] for word in entry.kind_at()]
     said, where, source = config.get("quantization_config"), "quantization_config", f"{file}, quantization_config"
     if said is None and modelopt is not None:
@@ -238,10 +259,18 @@ def inspect(
     elif said is None:
         said = values.get("quantization_config")
     try:
-        quant, unread = quant_of(said, list(held_by(mlps, values)), kinds, source, where)
+        held = list(held_by(mlps, values))
+        quant, unread = quant_of(said, held, kinds, source, where)
+        hf.notes.extend([] if unread is None else [unread])
+        if where != MODELOPT and modelopt is not None:
+            where = MODELOPT
+            other, _ = quant_of({"quant_method": "modelopt", **modelopt}, held, kinds, MODELOPT, MODELOPT)
+            if [*map(str, other.values())] != [*map(str, quant.values())]:
+                hf.notes.append(
+                    f"{MODELOPT} beside it says otherwise, and engines do not read it where there is a quantization_config"
+                )
     except MalformedError as why:
         raise ConfigError(file, [f"{where}: {why}{CORRECT}"], recognised) from None
-    hf.notes.extend([] if unread is None else [unread])
     entry = attrs.evolve(entry, quant=quant)
     # Models of other code may have the same sizes.
     kin = [each for each in registry.models().values() if sibling is not None and each.adapter == sibling.adapter]
@@ -253,7 +282,7 @@ def inspect(
         same_as=same,
         differs=() if same or sibling is None else tuple(_differences(entry, sibling)),
         unread=unread,
-        notes=(*hf.notes, *([] if hybrid is not None else _unsaid(hf, entry, sibling, classes))),
+        notes=(*hf.notes, *_unsaid(hf, entry, sibling, hybrid, classes)),
     )
 
 
@@ -326,7 +355,12 @@ def _offset(sibling: ModelEntry | None, types: Sequence[str]) -> float:
     return 1.0 if any(found in _ZERO_CENTRED for found in types) else 0.0
 
 
-def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes: Sequence[str]) -> list[str]:
+def _unsaid(
+    hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, hybrid: Hybrid | None, classes: Sequence[str]
+) -> list[str]:
+    no_mlp = f"{NO_MLP_SAID}; none was written: declare them under mlps"
+    if hybrid is not None:
+        return [] if sibling is not None or hybrid.one_block else [no_mlp]
     notes = []
     if hf.has("attn_logit_softcapping"):
         notes.append(f"attn_logit_softcapping = {shown(hf.values['attn_logit_softcapping'])}: no spec describes it")
@@ -346,7 +380,7 @@ def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes
         "the MLP were written: where they stand behind them "
         'instead, write stream_norms = "none" under layers, and where they stand there too, added_as_given = false'
     )
-    notes.append(f"{NO_MLP_SAID}; none was written: declare them under mlps")
+    notes.append(no_mlp)
     prefix = cut(next((c.partition("For")[0] for c in classes), ""))
     example = f'"transformers:{prefix or "My"}Attention" = {{ like = "transformers:..." }}'
     notes.append(
@@ -360,13 +394,22 @@ def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes
 
 
 def _same(entry: ModelEntry, declared: Iterable[ModelEntry]) -> tuple[str, ...]:
-    """The names of those with the same layers, the ones of the same model_type first."""
+    """The names of those with the same layers, of one model_type: the entry's, where one has it. Those that are quantised alike come first.
+
+    Another one may run more beside the same sizes: DeepSeek-V3.2 has an indexer in front of its attention, which no spec describes.
+    """
     mine = [spec for _, spec in entry.specs()]
-    return tuple(
-        other.name
-        for other in sorted(declared, key=lambda other: other.model_type != entry.model_type)
-        if [spec for _, spec in other.specs()] == mine
-    )
+    quantised = {*map(str, entry.quant.values())}
+
+    def far(other: ModelEntry) -> tuple[bool, bool]:
+        return other.model_type != entry.model_type, {*map(str, other.quant.values())} != quantised
+
+    alike = [
+        other
+        for other in sorted(declared, key=far)
+        if other.experts == entry.experts and [spec for _, spec in other.specs()] == mine
+    ]
+    return tuple(other.name for other in alike if other.model_type == alike[0].model_type)
 
 
 def _differences(entry: ModelEntry, other: ModelEntry) -> list[str]:

@@ -238,7 +238,8 @@ class Registry:
         for known, head in models.heads.items():
             if wanted in head.names:
                 return models[known]
-        raise UnknownModelError(name, models)
+        names = {each: known for known, head in models.heads.items() for each in head.names}
+        raise UnknownModelError.of(name, names, models)
 
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters by name. A model that brings layer classes of its own is an adapter too."""

@@ -99,8 +99,9 @@ def problems_of(kinds: Mapping[str, QuantKind]) -> Iterator[str]:
 class Published:
     """The specs of declared layers, with what the linears that read their norms and products do."""
 
-    def __init__(self, kinds: Mapping[str, QuantKind], *, scaled: bool = False) -> None:
-        """Args: kinds: of the entry. scaled: a factor stands between the input norms and what reads them."""
+    def __init__(self, kinds: Mapping[str, QuantKind], *, scaled: bool = False, unsaid: str = NOT_QUANTISED) -> None:
+        """Args: kinds: of the entry. scaled: a factor stands between the input norms and what reads them. unsaid: what is said of linears that no kind names."""
+        self._unsaid = unsaid
         self._scaled = scaled
         self._said = {linears: kind for kind in kinds.values() for linears in kind.linears}
 
@@ -109,7 +110,7 @@ class Published:
         if kind is not None and kind.quant is not None:
             return attrs.evolve(part, quant=kind.quant)
         if kind is None:
-            return attrs.evolve(part, unquantised=NOT_QUANTISED)
+            return attrs.evolve(part, unquantised=self._unsaid)
         how = f"their weights are {kind.weight}, and they take what they read as it is, in the published checkpoint"
         return attrs.evolve(part, unquantised=how)
 

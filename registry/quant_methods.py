@@ -50,7 +50,16 @@ def _integers(bits: Any, group: Any) -> Words:
     """Weights of whole numbers that are read as they are: in groups of input features, or one scale per output feature (-1, None)."""
     if type(bits) is not int or bits not in (2, 3, 4, 8):
         raise UnreadError(f"weights of {shown(bits)} bits")
-    return _weight(f"int{bits}", "channel") if group in (-1, None) else _weight(f"int{bits}", "group", [1, group])
+    return (
+        _weight(f"int{bits}", "channel") if group in (-1, None) else _weight(f"int{bits}", "group", [1, _group(group)])
+    )
+
+
+def _group(size: Any) -> int:
+    """Input features that share a scale."""
+    if type(size) is not int or size < 1:
+        raise MalformedError(f"group_size: expected a whole number above 0, got {shown(size)}")
+    return size
 
 
 def _fp8(said: Mapping[str, Any]) -> Words:
@@ -63,15 +72,24 @@ def _fp8(said: Mapping[str, Any]) -> Words:
         return _weight(_FP8, "tensor", activation="static")
     if block is None or scheme != "dynamic":
         raise UnreadError(f"weight_block_size {shown(block)} with activation_scheme {shown(scheme)}")
+    if said.get("scale_fmt") not in (None, "float", "ue8m0"):
+        raise MalformedError(f"scale_fmt: expected float or ue8m0, got {shown(said['scale_fmt'])}")
     powers = ",ue8m0" if said.get("scale_fmt") == "ue8m0" else ""
     sides = _block(said, "weight_block_size")
     return _weight(_FP8, "block", sides, f"group{sides[1]}{powers}")
 
 
+def left_out(said: Mapping[str, Any]) -> list[str]:
+    """The patterns of GPTQModel's `dynamic` that begin with `-:`, which leave linears out, as compressed-tensors writes patterns."""
+    rules = said.get("dynamic")
+    named = rules if isinstance(rules, Mapping) else {}
+    return [f"re:{rule[2:]}" for rule in named if rule.startswith("-:")]
+
+
 def _gptq(said: Mapping[str, Any]) -> Words:
-    """`GPTQConfig`, GPTQModel's `dynamic` and AutoRound's `extra_config`: exceptions, which are not read."""
+    """`GPTQConfig`, GPTQModel's `dynamic` and AutoRound's `extra_config`: exceptions, of which those that leave linears out are read (`left_out`)."""
     for key in ("dynamic", "extra_config", "modules_in_block_to_quantize"):
-        if said.get(key):
+        if said.get(key) and not (key == "dynamic" and len(left_out(said)) == len(said[key])):
             raise UnreadError(f"{key} quantises some linears otherwise, or not")
     return _integers(said.get("bits"), said.get("group_size", 128))
 
@@ -138,7 +156,7 @@ def _modelopt(said: Mapping[str, Any]) -> Words:
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
         return _weight(_FP8, "channel", activation="per_token")
     if algorithm == "NVFP4":
-        return _weight(_FP4, "group", [1, said.get("group_size", 16)], NVFP4)
+        return _weight(_FP4, "group", [1, _group(said.get("group_size", 16))], NVFP4)
     raise UnreadError(f"its quant_algo is {shown(algorithm)}")
 
 

@@ -10,7 +10,7 @@ from attrs import frozen
 from ..adapters.reader import LayerReader
 from ..adapters.specs import GatedMLPSpec, KernelSpec, LayerSpec, Parallel
 from .compare import attention_first, differences, is_attention, linears_of, misfit, without_index
-from .scenario import BrokenContractError, Verbs
+from .scenario import BrokenContractError, Verbs, to_set
 
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
@@ -35,7 +35,7 @@ class Sample:
 class ContractCase(Verbs):
     """A model, the entry that declares it, and the registry that reads it."""
 
-    model: ClassVar[str]
+    model: ClassVar[str] = to_set("model", 'the name of a declared model, as model = "gpt-oss-20b"')
     "The entry's name."
     registry: ClassVar[Registry | None] = None
     "The registry that knows it; None: the default one."

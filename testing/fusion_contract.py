@@ -12,6 +12,7 @@ class TestMyKernel(KernelContract):
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -29,7 +30,7 @@ from ..fusion.declare import REFERENCE, Argument, Flag, Index, Like, Op, Padded,
 from ..fusion.ops.library import case_maker, declared, overload
 from ..fusion.sites import sites_in_words
 from .op_inputs import arguments_of, results_of
-from .scenario import Verbs, scenario
+from .scenario import Verbs, scenario, to_set
 from .tracing import traced
 
 if TYPE_CHECKING:
@@ -58,12 +59,13 @@ class OpCase(Verbs):
 
 
 class _Declared(Verbs):
-    fusion: ClassVar[str]
+    fusion: ClassVar[str] = to_set("fusion", 'the name of a fusion, as fusion = "add_rms_norm"')
     "Its name."
 
     @property
     def asked(self) -> Fusion:
         """The fusion under test."""
+        FUSIONS.check(self.fusion)
         return FUSIONS[self.fusion]
 
 
@@ -222,9 +224,9 @@ class StepContract(_Declared):
 class KernelContract(OpCase):
     """What a kernel must do beside its op's reference, wherever it does not refuse."""
 
-    op: ClassVar[str]
+    op: ClassVar[str] = to_set("op", 'the name of an op, as op = "add_rms_norm"')
     "The op's name."
-    backend: ClassVar[str]
+    backend: ClassVar[str] = to_set("backend", 'the name of a backend, as backend = "triton"')
     "The backend that runs it."
 
     @property
@@ -255,7 +257,18 @@ class KernelContract(OpCase):
 
     def _kernel(self, given: list[Any]) -> Any:
         with _by(self.backend):
-            return choose(self.op, self.device, case_maker(self.asked)(*given)).function
+            kernel = choose(self.op, self.device, case_maker(self.asked)(*given)).function
+        try:
+            signature = inspect.signature(kernel)
+        except ValueError:  # some of other languages have none
+            return kernel
+        try:
+            signature.bind(*given)
+        except TypeError:
+            takes = f"({', '.join(signature.parameters)})"
+            passes = f"({', '.join(argument.name for argument in self.asked.args)})"
+            self.validate(False, f"{self.op} by {self.backend}: the kernel takes {takes}, the op passes {passes}")
+        return kernel
 
     @scenario(1, "Refused with a sentence", of="K")
     def test_k01_refused_with_a_sentence(self) -> None:

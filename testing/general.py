@@ -11,14 +11,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..registry.hf_keys import GDN_KEYS, GQA_KEYS, KDA_KEYS, MLA_KEYS, Keys
-from .recipes import EXTRAS, Extra, Recipe
+from .recipes import EXTRAS, VOCABULARY, Extra, Recipe
 
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
     from ..registry.kinds import LayerKind
 
 _SMALL: Mapping[str, Any] = {
-    "vocab_size": 128,
+    "vocab_size": VOCABULARY,
     # Some config classes take no None.
     "pad_token_id": 125,
     "bos_token_id": 126,

@@ -20,7 +20,9 @@ from ..registry.kinds import SHARED_EXPERTS
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
 
-_VOCABULARY = {"vocab_size": 128, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+VOCABULARY = 128
+"""Tokens that a small model knows."""
+_VOCABULARY = {"vocab_size": VOCABULARY, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 _DENSE = {"intermediate_size": 64}
 _ROUTED = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
 _GROUPED = {"n_group": 1, "topk_group": 1}

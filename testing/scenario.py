@@ -29,6 +29,20 @@ class Verbs:
 
 
 @frozen
+class _ToSet:
+    what: str
+    name: str
+
+    def __get__(self, _: Any, contract: type[Any]) -> str:
+        raise AttributeError(f"{contract.__name__}.{self.name} must be {self.what}: write it in the body of the class")
+
+
+def to_set(name: str, what: str) -> Any:
+    """A class variable that a subclass must set: else asking for it says what it must be, as `build` does."""
+    return _ToSet(what, name)
+
+
+@frozen
 class Scenario:
     """One numbered scenario of docs/contract.md."""
 

@@ -6,6 +6,7 @@ what ran before it fails, and one that fails can be run again by itself.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import THOROUGH_ALONE, quick_interpreter, thorough_alone
+from helpers import ROOT, THOROUGH_ALONE, quick_interpreter, thorough_alone
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -36,7 +37,16 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+class _RootIsNoPackage:
+    """The root's `__init__.py` is that of the package as it is installed: collected as one of tests, it stops those of a folder called layerfuse-main."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path.samefile(ROOT) else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_RootIsNoPackage())
     # What imports and compiles makes objects by the million: a tenth of its time would be looking for garbage among them.
     gc.set_threshold(10_000)
     config.addinivalue_line(
@@ -67,7 +77,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # Triton's bindings complain of what is left of them at the end
+    # pytest now collects garbage twice, among all that the tests have made. Where that takes more than five seconds, execnet sends its
+    # worker an interrupt, which is lost in whatever runs then.
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # Triton's bindings complain of what is left of them at the end
 
 
 @pytest.hookimpl(tryfirst=True)

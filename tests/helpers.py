@@ -42,6 +42,15 @@ def fresh_layer(name: str, path: str = "model.layers.3.self_attn") -> Any:
     return fresh_model(name).get_submodule(path)
 
 
+def fp8_model(name: str, *kept: str, **config: Any) -> Any:
+    """A model of its own whose linears are replaced by transformers' own function, but those and experts, whose class takes no bias."""
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    from transformers import FineGrainedFP8Config
+
+    kept = ("lm_head", "mlp.experts", *kept)
+    return finegrained.replace_with_fp8_linear(fresh_model(name), [*kept], FineGrainedFP8Config(**config), True)
+
+
 @functools.cache
 def twin_of(name: str) -> str | None:
     """An earlier entry of the same classes with the same kinds of layers: code runs no other way for it, with other numbers."""
@@ -156,6 +165,11 @@ def shown(page: str, says: str) -> list[str]:
     blocks = re.findall(r"^```text\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     (block,) = (block for block in blocks if says in block)
     return [line.strip() for line in block.splitlines() if "in full: " not in line]
+
+
+def files_in(text: str) -> list[tuple[str, str, str]]:
+    """Of each `> FILE [of NAME]` in a text its name, the other, and the lines that follow, up to `<`."""
+    return re.findall(r"^> (\S+)(?: of (\S+))?\n(.*?)^<$", text, re.MULTILINE | re.DOTALL)
 
 
 def run_python(code: str, *paths: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -76,7 +76,7 @@ ALLOWED = {
     # file -> how many looks by name, and at what if not at a layer
     "_lazy.py": (3, "the modules of this package, which are imported when first used"),
     "fusion/backends/aiter/all_reduce.py": (1, "the op without its all-reduce, when a function is bound"),
-    "fusion/backends/aiter/communicators.py": (4, "AITER's communicator, whose attributes differ between releases"),
+    "fusion/backends/aiter/communicators.py": (2, "AITER's communicator, whose attributes differ between releases"),
     "fusion/backends/aiter/binding.py": (4, "modules of AITER's and of this package, when a function is bound"),
     "fusion/compiler.py": (6, "itself, and the model that it stands for, whose attributes it passes on unread"),
     "fusion/dynamo_floats.py": (1, "a module of torch's, for the kind of config that it has"),
@@ -397,13 +397,6 @@ def test_test_files_have_names_of_their_own() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-def test_a_default_run_has_every_value_of_a_product_that_is_taken_in_turn() -> None:
-    cases = in_turn("ab", range(3), [None])
-    default = [case.values for case in cases if not case.marks]
-    assert [case.values for case in cases] == [(letter, number, None) for letter in "ab" for number in range(3)]
-    assert default == [("a", 0, None), ("b", 1, None), ("b", 2, None)]
-
-
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3))
 def test_the_default_cases_of_a_product_are_as_few_as_hold_every_value(lengths: list[int]) -> None:
     default = [case.values for case in in_turn(*map(range, lengths)) if not case.marks]
@@ -431,3 +424,10 @@ def test_no_test_is_for_thorough_runs_alone(request: pytest.FixtureRequest) -> N
         item.add_marker("thorough")
     assert thorough_alone(items) == [request.node.parent.nodeid + "::test_thorough"]
     assert request.config.stash[THOROUGH_ALONE] == []
+
+
+def test_pytest_has_nothing_to_look_through_at_its_end() -> None:
+    """Else it takes so long after the whole suite that execnet interrupts its own worker."""
+    code = f"import gc, sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import conftest; conftest.pytest_unconfigure(); print(len(gc.get_objects()))"
+    done = run_python(code)
+    assert (int(done.stdout) < 100, done.stderr) == (True, "")

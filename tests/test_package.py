@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -41,8 +42,6 @@ def run(*command: str | Path, **variables: str) -> str:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout with a commit of its own, so that no build folder appears in the checkout."""
-    import shutil
-
     source = tmp_path_factory.mktemp("source") / "layerfuse"
     listed = ("*.py", "*.pyi", "*.toml", "*.json", "*.md", "LICENSE*", "py.typed")
     shutil.copytree(ROOT, source, ignore=_only(*listed))
@@ -94,6 +93,17 @@ def files(wheel: Path) -> set[str]:
 def test_what_was_deleted_since_an_earlier_build_is_not_in_the_wheel(files: set[str]) -> None:
     assert "layerfuse/fusion/planning.py" in files
     assert "layerfuse/fusion/gone.py" not in files
+
+
+@pytest.mark.parametrize("name", ["layerfuse", "layerfuse-main"])
+def test_tests_run_in_a_checkout_of_any_name(tmp_path: Path, name: str) -> None:
+    tests = tmp_path / name / "tests"
+    tests.mkdir(parents=True)
+    for file in ("__init__.py", "__init__.pyi", "pyproject.toml", "tests/conftest.py", "tests/helpers.py"):
+        shutil.copy(ROOT / file, tests.parent / file)
+    (tests / "test_one.py").write_text("def test_one(): ...\n", encoding="utf-8")
+    said = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests)
+    assert "1 passed" in said
 
 
 def test_every_package_of_the_repository_is_declared_and_in_the_wheel(files: set[str]) -> None:

@@ -212,7 +212,6 @@ CALLS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "allocate device": (lambda v: metadata.allocate(BUFFERS, v), but(NONE_OF_THEM, "count", "zero", "numpy's count")),
     "allocate reuse": (lambda v: metadata.allocate(BUFFERS, "cpu", v), but(NONE_OF_THEM, "None")),
     "byte_text": (metadata.byte_text, but(NO_COUNT, *OTHER_NUMBERS)),
-    "how_padded": (lambda v: metadata.how_padded(v, 16), NO_COUNT),
     "bench fusion": (lambda v: measure(fusion=v), NONE_OF_THEM),
     "bench model": (lambda v: measure(model=v), but(NONE_OF_THEM, "None")),
     "bench widths": (lambda v: measure(widths=v), but(NONE_OF_THEM, "None", "tuple")),
@@ -308,3 +307,21 @@ def test_a_long_name_is_cut_in_the_message(name: str) -> None:
         NAMES[name]()
     assert "xxx" in str(refused.value)
     assert len(str(refused.value)) <= MOST_LETTERS
+
+
+def test_of_many_sites_with_one_reason_the_first_is_named() -> None:
+    """Reasons that name nodes of graphs differ in their numbers. The error holds all sites."""
+    missed = {
+        f"layers.{i}:input": f"mul_{i} has epsilon 1e-06; the spec says {'1e-05' if i else '0.1'}" for i in range(61)
+    }
+    error = fusion.FusionMissedError(
+        {"add_rms_norm": missed}, {f"layers.{i}.attn": "mine:Attention" for i in range(61)}
+    )
+    assert str(error).splitlines()[:5] == [
+        "add_rms_norm was expected and did not happen at 61 sites:",
+        "  - layers.0:input: mul_0 has epsilon 1e-06; the spec says 0.1",
+        "  - layers.1:input and 59 more: mul_1 has epsilon 1e-06; the spec says 1e-05",
+        "No adapter knows the class of these layers, so nothing can be planned for them:",
+        "  - layers.0.attn and 60 more: mine:Attention",
+    ]
+    assert error.missed == {"add_rms_norm": missed} and len(error.unknown) == 61

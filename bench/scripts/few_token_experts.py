@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from few_token_gemm import copy_speed
+from few_token_gemm import Calls, compared, copy_speed
 from torch import Tensor
+from workloads import SAID
 
 from layerfuse.bench.files import save
-from layerfuse.bench.timing import Graph, time_graphs
 from layerfuse.fusion import ops
-from layerfuse.fusion.ops.experts import block_scaled_experts as reference
+from layerfuse.fusion.ops.linear import block_scaled_experts as reference
 
 
 class Mixture(NamedTuple):
@@ -33,18 +33,9 @@ class Mixture(NamedTuple):
     inner: int
 
 
-MIXTURES = {
-    "DeepSeek-V3, a rank of eight": Mixture(256, 8, 7168, 256),
-    "Qwen3-Next-80B-A3B, one GPU": Mixture(512, 10, 2048, 512),
-    "Qwen3-235B-A22B, a rank of four": Mixture(128, 8, 4096, 384),
-    "DeepSeek-V3, a rank of four": Mixture(256, 8, 7168, 512),
-    "DeepSeek-V3, a rank of two": Mixture(256, 8, 7168, 1024),
-    "DeepSeek-V3, experts over eight": Mixture(32, 8, 7168, 2048),
-    "Qwen3-30B-A3B, one GPU": Mixture(128, 8, 2048, 768),
-}
+MIXTURES = {name: Mixture(**said) for name, said in SAID["few_token"]["mixtures"].items()}
 TOKENS = (1, 2, 4, 8, 16)
 CALLS = 16
-MOST_ERROR = 0.02
 VLLM, OURS = "vLLM", "layerfuse"
 
 
@@ -112,35 +103,20 @@ def measured(mixture: Mixture, held: Held, tokens: int, rounds: int, speed: floa
     for result, route in zip(right, routes, strict=True):
         reference(*_quantise(x), *held, *route, result, _rounds(), False)
     many = sum(len(ids.unique()) for _, ids in routes) / CALLS
-    graphs: dict[str, Graph] = {}
-    problems: dict[str, str] = {}
 
-    def enter(name: str, call: Callable[..., Tensor]) -> None:
-        try:
-            graphs[name] = Graph([partial(call, *route) for route in routes], 1)
-            graphs[name].start()
-        except Exception as problem:  # whatever does not run here
-            graphs.pop(name, None)
-            problems[name] = f"{type(problem).__name__}: {str(problem)[:200]}"
+    def theirs() -> Calls:
+        call = _vllms(held)
+        return [partial(call, x, *route) for route in routes]
 
-    try:
-        theirs = _vllms(held)
-        enter(VLLM, lambda router, ids: theirs(x, router, ids))
-    except ImportError as problem:
-        problems[VLLM] = str(problem)
-    enter(OURS, lambda router, ids: _ours(x, held, router, ids))
-    found: dict[str, Any] = {
-        "floor": many * mixture.width * mixture.inner * 3 / speed, "experts": many, "problems": problems,
-        "us": {}, "error": {},
+    rows = compared(
+        [(VLLM, theirs), (OURS, lambda: [partial(_ours, x, held, *route) for route in routes])], right, rounds
+    )
+    timed = {name: row for name, row in rows.items() if row.us is not None}
+    return {
+        "floor": many * mixture.width * mixture.inner * 3 / speed, "experts": many,
+        "problems": {name: row.problem for name, row in rows.items() if row.problem},
+        "us": {name: row[:3] for name, row in timed.items()}, "error": {name: row.error for name, row in timed.items()},
     }  # fmt: skip
-    for name, timing in time_graphs(graphs, rounds).items():
-        got = torch.stack(graphs[name].results).double()  # type: ignore[arg-type]
-        error = float((got - right).norm() / right.norm())
-        found["error"][name] = error
-        if not error < MOST_ERROR:
-            problems[name] = f"off by {error:.3g}"
-        found["us"][name] = [timing.us, timing.low, timing.high]
-    return found
 
 
 def main() -> int:
@@ -168,12 +144,10 @@ def main() -> int:
                 break
             row = rows["tokens"][tokens] = measured(mixture, held, tokens, given.rounds, speed)
             wrong |= OURS in row["problems"]
-            times = sorted(row["us"].items(), key=lambda each: each[1][0])
-            said = ", ".join(f"{entrant} {us[0]:.1f}" for entrant, us in times[:12])
-            worst = max((row["error"].get(entrant, 9.9) for entrant in (OURS, VLLM)), default=9.9)
+            said = ", ".join(f"{entrant} {us:.1f}" for entrant, (us, *_) in row["us"].items())
+            errors = ", ".join(f"{each:.4f}" for each in row["error"].values() if each is not None)
             print(
-                f"{name}, {tokens} tokens, {row['experts']:.1f} experts: floor {row['floor']:.1f} us; {said}; vLLM {row['us'].get(VLLM, [0])[0]:.1f}, "
-                f"layerfuse {row['us'].get(OURS, [0])[0]:.1f}; error {worst:.4f}; {row['problems'] or ''}",
+                f"{name}, {tokens} tokens, {row['experts']:.1f} experts: floor {row['floor']:.1f} us; {said}; errors {errors}; {row['problems'] or ''}",
                 flush=True,
             )
             if given.out:

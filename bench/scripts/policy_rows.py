@@ -44,7 +44,7 @@ def row(file: str, stage: str, arm: str, against: str | None = None) -> dict[str
     """What the file says of a row, key by key."""
     results = json.loads((RESULTS / file).read_text())
     found = results["stages"][stage]
-    fusions = [each.removeprefix("+") for each in found["arms"][arm]["fusions"]]
+    fusions = [each.removeprefix("+") for each in found["arms"][arm]["fusions"] if each[0] != "-"] or ["default"]
     environment = {**results.get("environment", {}), **found.get("environment", {})}
     said = {
         "fusions": None if fusions == ["default"] else fusions,

@@ -1,4 +1,4 @@
-"""One SGLang engine for `sglang_engine`, in a process of its own: starts, then answers one command per line until its input ends."""
+"""One SGLang engine for `sglang_engine`, in a process of its own (`arm`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from arm import DRAWN, STARTED, Row, Texts, prompts, serve
 from sglang_probe import FOLDER, FUSED
 from sglang_probe import prompts as together
-from vllm_arm import PROMPTS, STARTED, prompts, serve
 
 AFTER = 64
 """Tokens that sequences draw which are to decode together: the first may begin before the last is there."""
@@ -25,7 +26,7 @@ PATIENCE = 300
 """Seconds that they may take until they do; kernels that nvcc compiles are among them."""
 
 
-class Arm:
+class Arm(Texts):
     """An engine and what can be asked of it."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
@@ -188,41 +189,31 @@ class Arm:
         }  # fmt: skip
         return {key: round(value, 3) for key, value in found.items()}
 
+    def draw(self, rows: list[Row]) -> list[Any]:
+        """In one batch."""
+        several = self._generate(rows, {"max_new_tokens": DRAWN}, return_logprob=True, top_logprobs_num=5)
+        return [[each["output_ids"], [_best(step) for step in _meta(each, "output_top")]] for each in several]
+
+    def think(self, asked: Sequence[tuple[Row, Row]]) -> list[Any]:
+        """Steps of prompts say it, in which the fused ops are called meanwhile, and no decode graph runs."""
+        rows = [prompt + row for prompt, row in asked]
+        how: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+        several = self._generate(rows, {"max_new_tokens": 1}, **how)
+        return [_thought(each, row, len(prompt)) for each, row, (prompt, _) in zip(several, rows, asked, strict=True)]
+
     def tokens(self) -> dict[str, Any]:
-        """Greedy tokens, with the best five of each step: name -> [tokens, [[token, log probability], ...]] of each sequence."""
+        """As any, of an engine that goes on."""
         self._let_go()
-        found = {}
-        for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
-            rows = prompts(self.vocabulary, number, length, seed)
-            several = self._generate(rows, {"max_new_tokens": 64}, return_logprob=True, top_logprobs_num=5)
-            found[name] = [
-                [each["output_ids"], [_best(step) for step in _meta(each, "output_top")]] for each in several
-            ]
-        return found
+        return super().tokens()
 
-    def forced(self, tokens: dict[str, list[list[int]]], together: bool = True) -> dict[str, Any]:
-        """What is thought of given tokens behind the same prompts. Steps of prompts say it, in which the fused ops are called meanwhile, and no decode graph runs.
-
-        Args and returns are those of `vllm_arm.Arm.forced`.
-        """
+    def forced(self, tokens: dict[str, list[Row]], together: bool = True) -> dict[str, Any]:
+        """As any, of an engine that goes on, whose steps of prompts are layerfuse's too."""
         self._let_go()
         (self.folder / FUSED).touch()
-        found = {}
         try:
-            for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
-                drawn = prompts(self.vocabulary, number, length, seed)
-                rows = [prompt + row for prompt, row in zip(drawn, tokens[name], strict=False)]
-                batches = [rows] if together else [[row] for row in rows]
-                how: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
-                several = [each for batch in batches for each in self._generate(batch, {"max_new_tokens": 1}, **how)]
-                found[name] = [_thought(each, row, length) for each, row in zip(several, rows, strict=True)]
+            return super().forced(tokens, together)
         finally:
             (self.folder / FUSED).unlink()
-        return found
-
-    def one_by_one(self, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
-        """`forced`, each of the first four sequences in a batch of its own."""
-        return self.forced({name: rows[:4] for name, rows in tokens.items()}, together=False)
 
 
 def _meta(answer: dict[str, Any], which: str) -> list[Any]:

@@ -2,7 +2,8 @@
 
 A plugin of SGLang's, in every process of an engine. In the scheduler's, a step of so many sequences as `sglang_arm` waits for is held:
 the step runs as ever, then its caller is told, and until that lets it go on the same step can be run again, with all that it reads
-as it was. On a GPU a step of decoding sequences is the replay of SGLang's CUDA graph for that batch; elsewhere, and of prompts, it is the forward.
+as it was. On a GPU a step of decoding sequences is the replay of SGLang's CUDA graph for that batch; elsewhere, and of prompts, it is the forward,
+which SGLang may have in CUDA graphs too.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def register() -> None:
     if FOLDER not in os.environ:
         return
     HookRegistry.register(f"{runners}.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute", _graph, HookType.AROUND)
-    HookRegistry.register(f"{runners}.eager_runner.EagerRunner.execute", _eager, HookType.AROUND)
+    for forward in ("eager_runner.EagerRunner", "prefill_cuda_graph_runner.PrefillCudaGraphRunner"):
+        HookRegistry.register(f"{runners}.{forward}.execute", _forward, HookType.AROUND)
 
 
 def _fill(model: Any, *_: Any, **__: Any) -> None:
@@ -68,7 +70,7 @@ def _fused_too(wanted: bool) -> None:
         enter(attrs.evolve(SGLANG, captures=None) if wanted else SGLANG)
 
 
-def _eager(execute: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(execute: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     _fused_too(Path(os.environ[FOLDER], FUSED).exists())
     found = execute(runner, batch, *args, **kwargs)
     number = batch.batch_size

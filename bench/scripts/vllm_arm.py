@@ -1,22 +1,13 @@
-"""One vLLM engine for `vllm_engine`, in a process of its own: starts, then answers one command per line until its input ends.
-
-    python bench/scripts/vllm_arm.py '{"model": ..., "seqs": 64, ...}' ANSWERS
-
-Commands and answers are JSON, the answers to a file descriptor, since standard output is vLLM's log.
-"""
+"""One vLLM engine for `vllm_engine`, in a process of its own (`arm`)."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-STARTED = time.time()
-PROMPTS = {"short": (4, 48), "batch": (16, 33), "long": (2, 600)}
-"""Name -> sequences and their length. The long ones are prefilled outside of any CUDA graph."""
+from arm import DRAWN, STARTED, Row, Texts, prompts, serve
 
 
 def _forced() -> str:
@@ -27,15 +18,7 @@ def _forced() -> str:
     return "ForcedThere" if second else "Forced"
 
 
-def prompts(vocabulary: int, number: int, length: int, seed: int) -> list[list[int]]:
-    """Random tokens, the same at every call."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, vocabulary, (number, length), generator=generator).tolist()  # type: ignore[no-any-return]
-
-
-class Arm:
+class Arm(Texts):
     """An engine and what can be asked of it."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
@@ -65,64 +48,38 @@ class Arm:
             "workers": self.llm.collective_rpc("probe_state"),
         }
 
-    def _prompts(self, number: int, length: int, seed: int) -> list[Any]:
+    def _given(self, number: int, length: int, seed: int) -> list[Any]:
         return [{"prompt_token_ids": row} for row in prompts(self.vocabulary, number, length, seed)]
 
-    def tokens(self) -> dict[str, Any]:
-        """Greedy tokens, with the best five of each step: name -> [tokens, [[token, log probability], ...]] of each sequence."""
+    def draw(self, rows: list[Row]) -> list[Any]:
+        """In one batch."""
         from vllm import SamplingParams
 
-        greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=5, detokenize=False)
-        found = {}
-        for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
-            outputs = [
-                each.outputs[0]
-                for each in self.llm.generate(self._prompts(number, length, seed), greedy, use_tqdm=False)
+        greedy = SamplingParams(temperature=0, max_tokens=DRAWN, ignore_eos=True, logprobs=5, detokenize=False)
+        given: list[Any] = [{"prompt_token_ids": row} for row in rows]
+        several = [each.outputs[0] for each in self.llm.generate(given, greedy, use_tqdm=False)]
+        return [
+            [
+                list(each.token_ids),
+                [[[i, round(p.logprob, 5)] for i, p in step.items()] for step in each.logprobs or ()],
             ]
-            found[name] = [
-                [
-                    list(each.token_ids),
-                    [[[i, round(p.logprob, 5)] for i, p in step.items()] for step in each.logprobs or ()],
-                ]
-                for each in outputs
-            ]
-        return found
+            for each in several
+        ]
 
-    def forced(self, tokens: dict[str, list[list[int]]], together: bool = True) -> dict[str, Any]:
-        """What is thought of given tokens behind the same prompts.
-
-        Args:
-            tokens: name -> of each sequence, so many of the first as there are.
-            together: all sequences of a name in one batch; otherwise one after another.
-
-        Returns:
-            name -> of each sequence the log probabilities of its `prompt`, from the second token, and of its `tokens`, and of each step
-            the `best` two tokens with theirs.
-        """
+    def think(self, asked: Sequence[tuple[Row, Row]]) -> list[Any]:
+        """In one batch; the sampler is told what to draw (`vllm_forced`)."""
         from vllm import SamplingParams
 
-        found = {}
-        for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
-            wanted = [
-                SamplingParams(
-                    temperature=0, max_tokens=len(row), ignore_eos=True, prompt_logprobs=0, logprobs=2, detokenize=False,
-                    extra_args={"tokens": row},
-                )
-                for row in tokens[name]
-            ]  # fmt: skip
-            asked = list(zip(self._prompts(number, length, seed), wanted, strict=False))
-            batches = [asked] if together else [[each] for each in asked]
-            outputs = [
-                output
-                for batch in batches
-                for output in self.llm.generate([each for each, _ in batch], [how for _, how in batch], use_tqdm=False)
-            ]
-            found[name] = [_thought(*each) for each in zip(outputs, tokens[name], strict=True)]
-        return found
-
-    def one_by_one(self, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
-        """`forced`, each of the first four sequences in a batch of its own."""
-        return self.forced({name: rows[:4] for name, rows in tokens.items()}, together=False)
+        wanted = [
+            SamplingParams(
+                temperature=0, max_tokens=len(row), ignore_eos=True, prompt_logprobs=0, logprobs=2, detokenize=False,
+                extra_args={"tokens": row},
+            )
+            for _, row in asked
+        ]  # fmt: skip
+        given: list[Any] = [{"prompt_token_ids": prompt} for prompt, _ in asked]
+        outputs = self.llm.generate(given, wanted, use_tqdm=False)
+        return [_thought(output, row) for output, (_, row) in zip(outputs, asked, strict=True)]
 
     def settle(self, batch: int, context: int) -> None:
         """Decode so many sequences together behind so many tokens each: the graph's inputs are then those of such a decode step.
@@ -140,7 +97,7 @@ class Arm:
             self._stop_amid(batch, context)
             return
         asked = []
-        for row in self._prompts(batch, 2 * batch + 16, 8):
+        for row in self._given(batch, 2 * batch + 16, 8):
             *before, last = row["prompt_token_ids"]
             tokens = [each for each in before if each != last] + [last]
             asked.append(
@@ -151,7 +108,7 @@ class Arm:
             )  # fmt: skip
         ended = [
             each.outputs[0].finish_reason
-            for each in self.llm.generate(self._prompts(batch, context, 7), asked, use_tqdm=False)
+            for each in self.llm.generate(self._given(batch, context, 7), asked, use_tqdm=False)
         ]
         if ended != ["stop"] * batch:
             raise RuntimeError(
@@ -167,7 +124,7 @@ class Arm:
         greedy = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True, detokenize=False)
         began = time.time_ns()  # no request has the name of an earlier one
         names = [f"{began} {place}" for place in range(batch)]
-        for name, prompt in zip(names, self._prompts(batch, context, 7), strict=True):
+        for name, prompt in zip(names, self._given(batch, context, 7), strict=True):
             engine.add_request(name, prompt, greedy)
         steps = 0
         while steps < 4:
@@ -185,7 +142,7 @@ class Arm:
         from vllm import SamplingParams
 
         one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-        given, times = self._prompts(number, length, 13), []
+        given, times = self._given(number, length, 13), []
         for _ in range(rounds):
             began = time.perf_counter()
             self.llm.generate(given, one, use_tqdm=False)
@@ -214,7 +171,7 @@ class Arm:
         for length in lengths:
             # Sequences are no longer than 2048: several make one step of `length` tokens.
             parts = [1024] * (length // 1024) + ([length % 1024] if length % 1024 else [])
-            self.llm.generate([self._prompts(1, part, 11)[0] for part in parts], one, use_tqdm=False)
+            self.llm.generate([self._given(1, part, 11)[0] for part in parts], one, use_tqdm=False)
 
     def replay(self, batch: int, warm: int, rounds: int, each: int) -> list[list[float]]:
         """Of every rank."""
@@ -238,27 +195,6 @@ def _thought(output: Any, tokens: list[int]) -> dict[str, Any]:
         "tokens": [round(step[token].logprob, 5) for token, step in zip(tokens, drawn.logprobs, strict=True)],
         "best": [[[token, round(one.logprob, 5)] for token, one in step] for step in best],
     }
-
-
-def serve(kind: Callable[[dict[str, Any]], Any]) -> None:
-    """Serve commands, each a method of what `kind` makes of what was asked for."""
-    answers = os.fdopen(int(sys.argv[2]), "w")
-
-    def say(**what: Any) -> None:
-        answers.write(json.dumps(what) + "\n")
-        answers.flush()
-
-    try:
-        arm = kind(json.loads(sys.argv[1]))
-        say(result=arm.ready())
-        for line in sys.stdin:
-            name, *arguments = json.loads(line)
-            say(result=getattr(arm, name)(*arguments))
-    except BaseException as error:
-        say(error=f"{type(error).__name__}: {error}"[:2000])
-        raise
-    finally:
-        answers.close()
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ from typing import Any
 
 from attrs import asdict, evolve
 from vllm_shapes import VOCABULARY, folder_of, layers_of
-from vllm_stages import DEFAULT, STAGES, Stage, Way
 from vllm_table import table
 from vllm_tokens import agreement, distances, drawn, exceeds
+from workloads import DEFAULT, STAGES, Stage, Way
 
 from layerfuse.bench.environment import environment
 
@@ -547,7 +547,7 @@ def _ours(kernels: dict[str, list[float]]) -> dict[str, float]:
     return {ours: count for ours, count in counts.items() if count}
 
 
-def main(about: str | None = __doc__, engine: type[Engine] = Engine, stages: dict[str, Stage] = STAGES) -> None:
+def main(about: str | None = __doc__, engine: type[Engine] = Engine, stages: dict[str, Stage] = STAGES["vllm"]) -> None:
     """The command, for an engine and its stages."""
     global BATCHES, CONTEXT
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)

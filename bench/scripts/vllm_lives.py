@@ -18,12 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_arm import Arm, serve
+from arm import serve
+from attrs import evolve
+from vllm_arm import Arm
 from vllm_engine import ArmError, Engine, _Turn
-from vllm_stages import Arm as Asked
-from vllm_stages import Stage, Way
+from workloads import STAGES, Way
+from workloads import Arm as Asked
 
-STAGE = Stage("tiny", cache=1 << 30)
 OTHER = 1_000_000
 """Added to the seed of each weight of the other model."""
 SAID = ("mla_decode", "problem", "loaded from", "Directly load", "compile cache", "sleep", "wake")
@@ -67,7 +68,7 @@ class Process(Engine):
         self, arm: str, name: str, work: Path, logs: Path, cache: str, asked: Asked | None, **given: Any
     ) -> None:
         self.given, self.cache = given, cache
-        stage = Stage(STAGE.shape, {} if asked is None else {arm: asked}, {"vllm": Way()}, cache=STAGE.cache)
+        stage = evolve(STAGES["vllm"]["tiny"], arms={} if asked is None else {arm: asked})
         super().__init__(arm, name, stage, work, logs)
 
     def asked(self, way: Way, fusions: tuple[str, ...] | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -9,27 +9,26 @@ commands of `vllm_engine` servers start, and nothing else is timed while they ar
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_engine import LATE, QUIET, _Turn
-from vllm_shapes import SHAPES, folder_of
-from vllm_stages import _SKIP, _UNTRIED
-
-from layerfuse.bench.environment import environment
+import serving
+from vllm_engine import LATE, QUIET
+from vllm_shapes import folder_of
+from workloads import SAID
 
 HERE = Path(__file__).parent
 WORK = Path(tempfile.gettempdir()) / "vllm_serve"
@@ -43,6 +42,8 @@ KEYS = (
 )  # fmt: skip
 """Of what `vllm bench serve` writes."""
 CLI = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+QUICK = {**SAID["vllm"]["settings"]["skip"], **SAID["vllm"]["settings"]["untried"]}
+"""What only makes a start shorter."""
 
 
 def server(arm: str, model: Path, port: int, logs: Path, cache: int) -> subprocess.Popen[bytes]:
@@ -50,7 +51,7 @@ def server(arm: str, model: Path, port: int, logs: Path, cache: int) -> subproce
     options = ARMS[arm]
     additional = {} if options is None else {"layerfuse": {**options, "report": str(logs / f"{arm}.report.json")}}
     variables = {
-        **os.environ, **QUIET, **_SKIP, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": "" if options is None else "layerfuse",
+        **os.environ, **QUIET, **QUICK["variables"], "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": "" if options is None else "layerfuse",
         "VLLM_CACHE_ROOT": str(WORK / "cache" / model.name / arm),
         "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }  # fmt: skip
@@ -59,7 +60,7 @@ def server(arm: str, model: Path, port: int, logs: Path, cache: int) -> subproce
         "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.05",
         "--kv-cache-memory-bytes", str(cache), "--no-enable-prefix-caching", "--worker-extension-cls", "vllm_probe.Probe",
         # vLLM's own 51 sizes would have DeepGEMM compile kernels for each, which only makes the start longer.
-        "--cudagraph-capture-sizes", *map(str, SIZES), "--kernel-config", json.dumps(_UNTRIED["kernel_config"]), "--additional-config", json.dumps(additional),
+        "--cudagraph-capture-sizes", *map(str, SIZES), "--kernel-config", json.dumps(QUICK["engine"]["kernel_config"]), "--additional-config", json.dumps(additional),
     ]  # fmt: skip
     with (logs / f"{arm}.log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
@@ -114,55 +115,33 @@ def ask(bench: tuple[Any, Any], model: Path, port: int, requests: int, at_once: 
     return {key: round(float(said[key]), 3) for key in KEYS}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=[*SHAPES], metavar="SHAPE")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--at-once", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--cache", type=int, default=12 << 30, help="bytes for keys and values, of each server")
-    parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--limit", type=float, default=480, help="seconds, behind which no round begins")
-    parser.add_argument("--out", type=Path, default=Path("vllm_serve.json"))
-    parser.add_argument("--logs", type=Path, default=WORK / "logs")
-    given = parser.parse_args()
-    logs, until = given.logs / given.shape, time.monotonic() + given.limit
-    logs.mkdir(parents=True, exist_ok=True)
+@contextlib.contextmanager
+def started(given: Any, logs: Path, until: float) -> Iterator[serving.Asked]:
+    """Both servers."""
     model = folder_of(given.shape, WORK / "models")
-    alone = _Turn()
     ports = {arm: given.port + place for place, arm in enumerate(ARMS)}
     servers = {arm: server(arm, model, port, logs, given.cache) for arm, port in ports.items()}
-    rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
     try:
         bench = client()
         for arm, process in servers.items():
             wait(process, ports[arm], until)
-        print(f"{given.shape}: ready", flush=True)
-        alone.take()
-        for turn in range(given.rounds + 1):
-            for arm in [*ARMS][:: 1 if turn % 2 else -1]:
-                found = ask(bench, model, ports[arm], given.requests, given.at_once, turn)
-                print(turn, arm, found, flush=True)
-                if turn:
-                    rounds[arm].append(found)
-            if time.monotonic() > until:
-                break
+        yield {arm: partial(ask, bench, model, port, given.requests, given.at_once) for arm, port in ports.items()}
     finally:
         for process in servers.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
-        alone.end()
+
+
+def main() -> None:
+    port = "--port", {"type": int, "default": 8123}
+    given = serving.parsed(__doc__, "vllm", WORK, 12 << 30, "bytes for keys and values, of each server", port)
+    logs, until = given.logs / given.shape, time.monotonic() + given.limit
+    logs.mkdir(parents=True, exist_ok=True)
+    rounds = serving.in_rounds(given, until, started(given, logs, until))
     lines = {arm: (logs / f"{arm}.log").read_text(errors="replace").splitlines() for arm in ARMS}
-    result = {
-        "shape": given.shape, "prompt": PROMPT, "answer": ANSWER, "requests": given.requests, "at_once": given.at_once, "rounds": rounds,
-        "median": {arm: {key: statistics.median(each[key] for each in several) for key in KEYS} for arm, several in rounds.items() if several},
-        "late": {arm: sorted({line[-200:] for line in several if LATE in line}) for arm, several in lines.items()},
-        "said": [line[-300:] for line in lines["default"] if "layerfuse" in line][:40],
-    }  # fmt: skip
-    results = json.loads(given.out.read_text()) if given.out.exists() else {"shapes": {}}
-    results["environment"] = {**environment(), "ended": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())}
-    results["shapes"][given.shape] = result
-    given.out.write_text(json.dumps(results, indent=1) + "\n")
+    late = {arm: sorted({line[-200:] for line in several if LATE in line}) for arm, several in lines.items()}
+    said = [line[-300:] for line in lines["default"] if "layerfuse" in line][:40]
+    serving.write(given, rounds, KEYS, shape=given.shape, prompt=PROMPT, answer=ANSWER, late=late, said=said)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Models at their published widths and with few layers, as folders that vLLM loads without a network, and their random weights.
 
-Published are the configs in `tests/engines/checkpoints`, and in `checkpoints` here what no test needs (huggingface.co/Qwen/Qwen3-32B-FP8,
-Qwen/Qwen3-4B, meta-llama/Llama-3.3-70B-Instruct; MiniMax-M3's are the defaults of vLLM 0.33's class for it, which mirror its checkpoint). What is
-smaller here is said in `SHAPES`: layers, and the vocabulary, which no decode graph holds.
+`workloads.toml` says which, and what of each is smaller than published; so is the vocabulary, which no decode graph holds.
 """
 
 from __future__ import annotations
@@ -12,170 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from workloads import SHAPES
+
 CHECKPOINTS = (Path(__file__).parents[2] / "tests" / "engines" / "checkpoints", Path(__file__).parent / "checkpoints")
 VOCABULARY = 16384
 FIRST_SEED = 0
 """Of the weights; another one gives another model of the same shape."""
-_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "block_structure": None, "group_size": None}
-CHANNELS = {  # compressed-tensors' w8a8: a scale per column of the weight, and per token
-    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
-    "config_groups": {"group_0": {
-        "targets": ["Linear"], "weights": {**_FP8, "strategy": "channel", "dynamic": False},
-        "input_activations": {**_FP8, "strategy": "token", "dynamic": True},
-    }},
-}  # fmt: skip
-INT4_EXPERTS = {  # compressed-tensors' w4a16 of Kimi-K2.5: experts alone, in groups of 32
-    "quant_method": "compressed-tensors", "format": "pack-quantized",
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
-    "config_groups": {"group_0": {
-        "targets": ["Linear"], "input_activations": None,
-        "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False},
-    }},
-}  # fmt: skip
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-
-
-def sparse_layers(which: list[int]) -> dict[str, Any]:
-    """MiniMax-M3's keys for layers whose attention is sparse (1) or not (0), with one of its four index heads."""
-    return {
-        "sparse_attention_config": {
-            "use_sparse_attention": True, "sparse_index_dim": 128, "sparse_num_index_heads": 1, "sparse_topk_blocks": 16,
-            "sparse_block_size": 128, "sparse_disable_index_value": which, "sparse_score_type": "max", "sparse_init_block": 0,
-            "sparse_local_block": 1, "sparse_attention_freq": which,
-        }
-    }  # fmt: skip
-
-
-_EIGHTH = {
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "intermediate_size": 2304,
-    "moe_intermediate_size": 256,
-}
-_DENSE = {"num_hidden_layers": 4, "first_k_dense_replace": 4, "n_routed_experts": 32, "n_group": 4, "topk_group": 2}
-_ALL_DENSE = {**_DENSE, "num_hidden_layers": 6, "first_k_dense_replace": 6, "quantization_config": BLOCKS}
-_ALL_MIXED = {"num_hidden_layers": 3, "first_k_dense_replace": 0, "quantization_config": BLOCKS}
-_GLM_EIGHTH = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "intermediate_size": 1536,
-    "moe_intermediate_size": 256,
-}
-_M3_EIGHTH = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-    "intermediate_size": 384,
-    "dense_intermediate_size": 1536,
-    "shared_intermediate_size": 384,
-}
-_M3_DENSE = {**_M3_EIGHTH, "num_hidden_layers": 6, "moe_layer_freq": [0] * 6, **sparse_layers([0] * 6)}
-_M3_MIXED = {**_M3_EIGHTH, "num_hidden_layers": 4, "moe_layer_freq": [1] * 4, **sparse_layers([1] * 4)}
-_GPT_OSS = {
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "quantization_config": {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-    },
-}
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    # No layer is a mixture: the experts that the config must name are never built.
-    "deepseek-v3": ("deepseek-v3", _DENSE),
-    "deepseek-v3-fp8": ("deepseek-v3", {**_DENSE, "quantization_config": BLOCKS}),
-    # What a rank of eight holds of the attention, and all of it on one rank; the hidden size of DeepSeek-V2-Lite for the former.
-    "mla-16": (
-        "deepseek-v3",
-        {**_DENSE, "num_hidden_layers": 6, "first_k_dense_replace": 6, "hidden_size": 2048, "num_attention_heads": 16,
-         "num_key_value_heads": 16, "intermediate_size": 5632},
-    ),
-    "mla-128": ("deepseek-v3", {**_DENSE, "num_hidden_layers": 2, "first_k_dense_replace": 2}),
-    # What a rank of eight holds, its experts by columns as vLLM splits them.
-    "deepseek-v3-rank8-dense": ("deepseek-v3", {**_ALL_DENSE, **_EIGHTH}),
-    "deepseek-v3-rank8-mixture": ("deepseek-v3", {**_ALL_MIXED, **_EIGHTH}),
-    # Two such ranks.
-    "deepseek-v3-rank8-dense-tp2": (
-        "deepseek-v3",
-        {**_ALL_DENSE, **_EIGHTH, "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 4608},
-    ),
-    # As many layers as one GPU serves twice, the published three dense ones among them.
-    "deepseek-v3-rank8-12-layers": (
-        "deepseek-v3",
-        {**_EIGHTH, "num_hidden_layers": 12, "first_k_dense_replace": 3, "quantization_config": BLOCKS},
-    ),
-    "gpt-oss-20b": ("gpt-oss-20b", {"quantization_config": _GPT_OSS["quantization_config"]}),
-    "deepseek-v3.2-rank8-dense": ("deepseek-v3.2", {**_ALL_DENSE, **_EIGHTH}),
-    "deepseek-v3.2-rank8-dense-tp2": (
-        "deepseek-v3.2",
-        {**_ALL_DENSE, **_EIGHTH, "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 4608},
-    ),
-    "deepseek-v3.2-rank8-mixture": ("deepseek-v3.2", {**_ALL_MIXED, **_EIGHTH}),
-    # The indexer is whole on each rank.
-    "glm-5-rank8-dense": ("glm-5", {**_ALL_DENSE, **_GLM_EIGHTH}),
-    "glm-5-rank8-mixture": ("glm-5", {**_ALL_MIXED, **_GLM_EIGHTH}),
-    # Three delta nets and one attention, as published; but for the first layer, published MLPs are mixtures in MXFP4.
-    "kimi-k3-rank8-dense": (
-        "kimi-k3",
-        {"num_hidden_layers": 4, "first_k_dense_replace": 4, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 74, "intermediate_size": 4224,
-         "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 128, "num_heads": 12, "short_conv_kernel_size": 4,
-                                "gate_lower_bound": -5.0, "use_full_rank_gate": True}},
-    ),
-    # Each of eight ranks has one of the four heads for keys, two ranks the same. In blocks as vLLM quantises it online (fp8_per_block).
-    "minimax-m3-rank8-dense": ("minimax-m3", _M3_DENSE),
-    "minimax-m3-rank8-dense-fp8": ("minimax-m3", {**_M3_DENSE, "quantization_config": BLOCKS}),
-    "minimax-m3-rank8-mixture": ("minimax-m3", _M3_MIXED),
-    "minimax-m3-rank8-mixture-fp8": ("minimax-m3", {**_M3_MIXED, "quantization_config": BLOCKS}),
-    # Attention, dense layers and shared experts whole on each rank, and whole experts, 32 of 256. Each of eight such ranks sends
-    # eight tokens' worth to experts and takes as much: 8 of 32 per token of its own.
-    "deepseek-v3-dp-dense": ("deepseek-v3", {**_ALL_DENSE, "num_hidden_layers": 4, "first_k_dense_replace": 4}),
-    "deepseek-v3-dp-mixture": ("deepseek-v3", {**_ALL_MIXED, "n_routed_experts": 32}),
-    "kimi-k2.5-rank8-mixture": (
-        "kimi-k2.5",
-        {"num_hidden_layers": 3, "first_k_dense_replace": 0, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 2304,
-         "moe_intermediate_size": 256, "quantization_config": INT4_EXPERTS},
-    ),
-    "qwen3-32b-fp8": ("qwen3-32b", {"num_hidden_layers": 4, "quantization_config": BLOCKS}),
-    "qwen3-32b-fp8-rank4": (
-        "qwen3-32b",
-        {"num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 6400,
-         "quantization_config": BLOCKS},
-    ),
-    "llama-70b-w8a8-rank4": (
-        "llama-3.3-70b",
-        {"num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 7168,
-         "quantization_config": CHANNELS},
-    ),
-    "qwen3-4b": ("qwen3-4b", {"num_hidden_layers": 6}),
-    # Three delta nets and one attention, all experts. What blocks do not divide is in bfloat16.
-    "qwen3-next-fp8": (
-        "qwen3-next-80b-a3b",
-        {"num_hidden_layers": 4,
-         "quantization_config": {**BLOCKS, "modules_to_not_convert": [f"model.layers.{i}.linear_attn.in_proj_ba" for i in range(4)]}},
-    ),
-    # Small enough to be served whole, twice on one GPU (huggingface.co/Qwen/Qwen3-0.6B-FP8; Qwen3-4B's config but for its sizes).
-    "qwen3-0.6b-fp8": (
-        "qwen3-4b",
-        {"num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
-         "quantization_config": BLOCKS},
-    ),
-    "qwen3-next": ("qwen3-next-80b-a3b", {"num_hidden_layers": 4}),
-    "gpt-oss-120b": ("gpt-oss-120b", _GPT_OSS),
-    # Small enough to try the benchmark itself, and to do so on a CPU.
-    "tiny-qwen3": (
-        "qwen3-4b",
-        {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512},
-    ),
-    "tiny": (
-        "deepseek-v3",
-        {**_DENSE, "num_hidden_layers": 2, "first_k_dense_replace": 2, "hidden_size": 1024, "num_attention_heads": 16,
-         "num_key_value_heads": 16, "intermediate_size": 2048},
-    ),
-}  # fmt: skip
-"""Shape -> the published config, and what differs from it."""
 
 
 def layers_of(shape: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_stages import WHOLE
+from workloads import SAID
 
 
 def table(results: dict[str, Any], batches: tuple[int, ...]) -> str:
@@ -59,7 +59,7 @@ def whole(stages: dict[str, Any], batches: tuple[int, ...]) -> list[str]:
     Each arm stands against vLLM as installed, then against the fastest of vLLM's own ways.
     """
     lines = []
-    for model, counts in WHOLE.items():
+    for model, counts in SAID["vllm"]["whole"].items():
         if not set(counts) <= set(stages):
             continue
         kinds = {name: stages[name]["arms"] for name in counts}

@@ -21,7 +21,6 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from ...adapters.errors import LayerfuseError
 from ...adapters.specs import LinearSpec
 from ...fusion.latent_ops import (
     BEFORE_OPTIONS,
@@ -33,21 +32,20 @@ from ...fusion.ops import FUNCTIONS
 from ...fusion.sites import DECODE, LATENTS, Site
 from .. import trial
 from ..compiled_module import CompiledModule
+from ..handover import keeping
 from ..hooks import Hook, HookError, check
 from ..host import here
+from ..mla import NAME
 from ..native import OURS, Look, Native, NotNativeError, held_methods
-from ..placement import Placement, Put, aside, is_looked_at
+from ..placement import REFUSALS, Placement, Put, aside, is_looked_at
 from ..process import once
-from ..whose import module_of, package
-from .decode_facts import BACKENDS, CLASS, LAYER, NAME, PLACE, POOL, VERIFIES, WHY, WRITE, WRITES
+from ..whose import kind_of, module_of, package
+from .decode_facts import BACKENDS, CLASS, LAYER, PLACE, POOL, VERIFIES, WHY, WRITE, WRITES
 from .seams import LINEARS, chosen, is_plain_latent
 
 LEFT = f"layerfuse: {NAME} leaves an MLA layer alone: %s"
 STEP = f"layerfuse: {NAME}: a decode step is done as SGLang does it: %s"
 DECODED = f"layerfuse: {NAME}: a decode step went through the fused ops in every MLA layer"
-
-REFUSALS = (LayerfuseError, TypeError, ValueError)
-"""What an op raises for arguments that it does not take."""
 
 _NORMS = ("q_a_layernorm", "kv_a_layernorm")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -187,7 +185,7 @@ class Layer:
             return WHY["captured"]
         try:
             stood = [held_methods(key[0], _decode_of(key[0])), held_methods(key[1], WRITES)]
-            with torch.no_grad(), aside():
+            with torch.no_grad(), aside(), keeping():
                 problem = trial.why_apart(self._pairs(key[1], given))
         except Exception as error:  # of anybody's
             problem = trial.raised(error)
@@ -256,18 +254,17 @@ def _given(rows: Tensor) -> Iterator[None]:
 
 
 def _decode_of(backend: Any) -> tuple[Hook, ...]:
-    key = (type(backend).__module__, type(backend).__qualname__)
     every = (hook for hooks in BACKENDS.values() for hook in hooks)
-    return tuple(hook for hook in every if (hook.module, hook.path.partition(".")[0]) == key)
+    return tuple(hook for hook in every if hook.cls == kind_of(backend))
 
 
 def _why_not_backend(backend: Any, pool: Any, dtype: torch.dtype, name: Any) -> str | None:
     """Why a step with this attention and this cache is none of ours, as a sentence, or None."""
-    kind, hooks = type(pool), _decode_of(backend)
+    hooks = _decode_of(backend)
     if not hooks or name not in BACKENDS:
         return WHY["backend"].format(backend=f"{name} ({type(backend).__qualname__})")
-    if (kind.__module__, kind.__qualname__) != POOL:
-        return WHY["pool"].format(kind=f"{kind.__module__}.{kind.__qualname__}", known=POOL[1])
+    if kind_of(pool) != POOL:
+        return WHY["pool"].format(kind=".".join(kind_of(pool)), known=POOL[1])
     if pool.dtype != dtype or pool.store_dtype != dtype:
         return WHY["cache"].format(
             dtype=str(pool.dtype).removeprefix("torch."), wanted=str(dtype).removeprefix("torch.")
@@ -363,9 +360,8 @@ def _stand(layer: Layer) -> None:
 
 def _why_not_layer(mla: Any) -> str | None:
     """Why one layer cannot be ours, from what SGLang made of it."""
-    kind = type(mla)
-    if (kind.__module__, kind.__qualname__) != CLASS:
-        return WHY["layer"].format(kind=f"{kind.__module__}.{kind.__qualname__}", known=CLASS[1])
+    if kind_of(mla) != CLASS:
+        return WHY["layer"].format(kind=".".join(kind_of(mla)), known=CLASS[1])
     problem = _why_not_as_expected(LAYER)
     if problem is not None:
         return problem
@@ -386,7 +382,7 @@ def _why_not_layer(mla: Any) -> str | None:
     problem = next((WHY[why].format(dtype=dtype) for why, found in checks if found), None)
     strange = next((each for name in _NORMS if not is_plain_latent(each := getattr(mla, name))), None)
     if problem is None and strange is not None:
-        problem = WHY["norm"].format(kind=f"{type(strange).__module__}.{type(strange).__qualname__}")
+        problem = WHY["norm"].format(kind=".".join(kind_of(strange)))
     return problem
 
 

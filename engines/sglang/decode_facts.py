@@ -14,11 +14,11 @@ import attrs
 from ...fusion.engine import Engine
 from ...fusion.sites import DECODE
 from ..hooks import Hook
+from ..mla import HELD, NAME, QUANTISED, SPARSE, SPARSE_MODELS
 
-NAME = "mla_decode"
-
-QUANTISED = "mla_decode_group_quant"
-BY_ITSELF = f"inside SGLang {NAME} quantises the query latent itself where q_b_proj takes it so"
+BY_ITSELF = (
+    f"SGLang has no place for such a form: there {NAME} quantises the query latent itself where q_b_proj takes it so"
+)
 """Why its quantised form has no place."""
 
 CLASS = ("sglang.srt.models.deepseek_v2", "DeepseekV2AttentionMLA")
@@ -27,34 +27,7 @@ CLASS = ("sglang.srt.models.deepseek_v2", "DeepseekV2AttentionMLA")
 PLACE = "forward_absorb_prepare"
 """The method of that class in whose place ours is called: all that a decode step does in front of its attention."""
 
-SPARSE_MODELS = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
-"""Architectures of models.toml whose attention is sparse."""
-
-HOLDERS = frozenset(
-    [
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "Glm4MoeLiteForCausalLM",
-        "KimiK25ForConditionalGeneration",
-        "KimiLinearForCausalLM",
-        "LongcatFlashForCausalLM",
-    ]
-)
-"""Architectures of models.toml whose layers are of that class in SGLang 0.5.23."""
-
 _MIXIN = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla:DeepseekMLAForwardMixin"
-_MLA_PREPARES = (
-    "positions",
-    "hidden_states",
-    "forward_batch",
-    "zero_allocator",
-    "llama_4_scaling",
-    "prev_topk_indices",
-)
-_MLA_GIVES = (
-    "q_pe", "k_pe", "q_nope_out", "k_nope", "forward_batch", "zero_allocator", "positions", "topk_indices", "llama_4_scaling",
-    "fusion_plan", "attention_output_gate",
-)  # fmt: skip
 _READS = {
     PLACE: (
         "_can_fuse_bmm_into_attention _fuse_rope_for_trtllm_mla _make_mla_bmm_fusion_plan _q8kv8_born_fp8_q_backend _q8kv8_qprep_overlap_pending"
@@ -72,13 +45,10 @@ _READS = {
 """Method of SGLang's -> the attributes of itself that it reads in 0.5.23."""
 
 
-def _of_layer(name: str, takes: tuple[str, ...], does: str) -> Hook:
-    return Hook(
-        name="decode",
+def _of_layer(name: str, takes: str, does: str) -> Hook:
+    return Hook.of(
+        f"{CLASS[0]}:{CLASS[1]}.{name}(self, {takes})",
         does=does,
-        module=CLASS[0],
-        path=f"{CLASS[1]}.{name}",
-        takes=("self", *takes),
         others="none",
         source=f"{_MIXIN}.{name}",
         reads=frozenset(_READS[name].split()),
@@ -86,29 +56,33 @@ def _of_layer(name: str, takes: tuple[str, ...], does: str) -> Hook:
 
 
 LAYER = (
-    _of_layer(PLACE, _MLA_PREPARES, f"{NAME} can stand there"),
-    _of_layer("forward_absorb_core", _MLA_GIVES, f"{NAME}'s results go there"),
+    _of_layer(
+        PLACE,
+        "positions, hidden_states, forward_batch, zero_allocator, llama_4_scaling, prev_topk_indices",
+        f"{NAME} can stand there",
+    ),
+    _of_layer(
+        "forward_absorb_core",
+        "q_pe, k_pe, q_nope_out, k_nope, forward_batch, zero_allocator, positions, topk_indices, llama_4_scaling, "
+        "fusion_plan, attention_output_gate",
+        f"{NAME}'s results go there",
+    ),
 )
 """What of a layer is replaced, and what then reads its results."""
 
 
-def _attention(file: str, cls: str, *names: str) -> tuple[Hook, ...]:
-    return tuple(
-        Hook(
-            name="decode",
-            does=f"attends to what {NAME} has written",
-            module=f"sglang.srt.layers.attention.{file}",
-            path=f"{cls}.{name}",
-            takes=("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope"),
-            others="optional",
-        )
-        for name in names
+def _attention(cls: str, *names: str) -> tuple[Hook, ...]:
+    takes, does = (
+        "self, q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope",
+        f"attends to what {NAME} has written",
     )
+    places = (f"sglang.srt.layers.attention.{cls}.{name}({takes})" for name in names)
+    return tuple(Hook.of(place, does=does, others="optional") for place in places)
 
 
 BACKENDS = {
-    "fa3": _attention("flashattention_backend", "FlashAttentionBackend", "forward_decode", "forward_extend"),
-    "flashinfer": _attention("flashinfer_mla_backend", "FlashInferMLAAttnBackend", "forward_decode"),
+    "fa3": _attention("flashattention_backend:FlashAttentionBackend", "forward_decode", "forward_extend"),
+    "flashinfer": _attention("flashinfer_mla_backend:FlashInferMLAAttnBackend", "forward_decode"),
 }
 """Attention backend -> its methods that, given no key, write none to the cache, and take both parts of a query as they lie."""
 
@@ -117,29 +91,19 @@ VERIFIES = "fa3"
 
 POOL = ("sglang.srt.mem_cache.memory_pool", "MLATokenToKVPool")
 WRITE = "_write_mla_kv_buffer"
-
-
-def _of_pool(name: str, *takes: str) -> Hook:
-    return Hook(
-        name="decode",
-        does=f"{NAME} writes in its place",
-        module=POOL[0],
-        path=f"{POOL[1]}.{name}",
-        takes=("self", *takes),
-        others="optional",
+WRITES = tuple(
+    Hook.of(f"{POOL[0]}:{POOL[1]}.{written}", does=f"{NAME} writes in its place", others="optional")
+    for written in (
+        "set_mla_kv_buffer(self, layer, loc_info, cache_k_nope, cache_k_rope)",
+        f"{WRITE}(self, dst_buffer, loc, cache_k_nope, cache_k_rope)",
     )
-
-
-WRITES = (
-    _of_pool("set_mla_kv_buffer", "layer", "loc_info", "cache_k_nope", "cache_k_rope"),
-    _of_pool(WRITE, "dst_buffer", "loc", "cache_k_nope", "cache_k_rope"),
 )
 """The cache write."""
 
 HOOKS = (*LAYER, *(hook for hooks in BACKENDS.values() for hook in hooks), *WRITES)
 
 WHY = {
-    "sparse": "its attention is sparse: an indexer reads the query latent in between",
+    "sparse": SPARSE,
     "class": f"SGLang's code of this model is not known to hold a {CLASS[1]}",
     "layer": "{kind} is not SGLang's {known}",
     "trtllm": "{backend} writes the cache and joins the query in a launch of its own",
@@ -179,7 +143,7 @@ def why_not_here(backend: str | None, arguments: Any) -> str | None:
 def planned(engine: Engine, architectures: Iterable[str]) -> Engine:
     """An engine with a place for it in the MLA layers of a model of which only the names are known, or with the reason why there is none."""
     given = frozenset(architectures)
-    why = WHY["sparse"] if SPARSE_MODELS & given else WHY["class"] if given and not HOLDERS & given else None
+    why = WHY["sparse"] if SPARSE_MODELS & given else WHY["class"] if given and not HELD & given else None
     refuses = {**engine.refuses, QUANTISED: BY_ITSELF}
     if why is not None and "*" not in engine.refuses:
         refuses[DECODE] = why

@@ -5,34 +5,32 @@ Read in SGLang 0.5.23. It compiles no model by default: its ops are chosen one b
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...adapters.specs import ExpertsSpec
 from ...fusion.catalog import FUSIONS
 from ...fusion.catalog.few_token_linear import BLOCKS
 from ...fusion.engine import Engine
 from ...fusion.target import Target
-from .decode_facts import NAME, planned
+from ..mla import NAME
+from ..seams import quantised
+from .decode_facts import planned
+from .switches import ASKS, BY_MARLIN, CHOOSES, MARLIN, OP_BACKEND, QUANT_ONCE, block_linears, is_set
+
+if TYPE_CHECKING:
+    from ...registry.published import QuantKind
 
 RELEASE = "0.5.23"
 """Of which this is known."""
 
-CHAINS = ("add_rms_norm", "rms_norm")
 GATED = "gated_rms_norm"
 LATENTS = "mla_dual_rms_norm"
 PRODUCT = "silu_mul"
-SCHEMES = ("static", "per_token", "group")
 
-SEAMS = frozenset(
-    {
-        "add_rms_norm",
-        GATED,
-        LATENTS,
-        *(f"{chain}_{scheme}_quant" for chain in (*CHAINS, GATED, LATENTS, PRODUCT) for scheme in SCHEMES),
-    }
-)
+SEAMS = frozenset(["add_rms_norm", GATED, LATENTS, *quantised("add_rms_norm", "rms_norm", GATED, LATENTS, PRODUCT)])
 """Fusions that can go in at module level (`seams.SEAMS`)."""
 
 UNCOMPILED = "SGLang compiles no model"
@@ -83,6 +81,9 @@ MULTIPLY = {
 }
 """`quant_method` of a checkpoint in fp8 -> the class that multiplies by its weights."""
 
+NOT_LOADED = f"SGLang {RELEASE} has no class for this checkpoint: of ModelOpt's in fp8 it takes the quant_algo FP8 alone, with a scale per weight and a static one"
+"""FP8_PER_CHANNEL_PER_TOKEN is another: `ModelOptFp8Config.from_config` refuses it, and `ModelConfig` does not see it in hf_quant_config.json."""
+
 
 class SharedRouted(NamedTuple):
     """On which GPUs SGLang makes a model's one shared expert another routed one, unless it is told not to.
@@ -121,19 +122,23 @@ def engine_of(
     *,
     target: Target | None = None,
     mixtures: Iterable[ExpertsSpec | None] = (),
-    methods: Iterable[str | None] = (),
+    kinds: Iterable[QuantKind] = (),
+    backend: str = "auto",
 ) -> Engine:
-    """What a plan needs to know of SGLang.
+    """What a plan needs to know of SGLang. Its switches in the environment (`switches`) are read as it reads them.
 
     Args:
         architectures: of the model, as its config.json says them, or the class that SGLang has loaded.
         target: what the plan is for; None: it is not known.
         mixtures: of a model's layers, as its entry declares them; none where they were read, and say themselves how shared experts are run.
-        methods: `quant_method` of a checkpoint for its linears, None where it is not known; none: SGLang quantises them itself, or they were read.
+        kinds: how a checkpoint's linears are quantised, without those of routed experts; none: SGLang quantises them itself, or they were read.
+        backend: its `--fp8-gemm-backend`.
     """
-    mixture = next(filter(None, mixtures), None)
+    mixture, kinds = next(filter(None, mixtures), None), tuple(kinds)
     shared = (_why_shared_routed(each, target, mixture) for each in architectures)
-    nothing = next(filter(None, map(_why_nothing, architectures)), None)
+    refused = any((kind.method, kind.scheme) == ("modelopt", "channel") for kind in kinds)
+    chooses = CHOOSES if OP_BACKEND in os.environ else None
+    nothing = next(filter(None, [chooses, NOT_LOADED if refused else None, *map(_why_nothing, architectures)]), None)
     without = [name for name in FUSIONS if name not in SEAMS and name not in (BLOCKS, NAME)]
     nowhere = f"{UNCOMPILED}, and layerfuse knows no place for it in SGLang's code yet"
     refuses = dict.fromkeys(without, nowhere)
@@ -145,7 +150,10 @@ def engine_of(
         refuses.update(
             dict.fromkeys(gated, f"layerfuse knows no place in SGLang's Mixer2RMSNormGated, which {each} has")
         )
-    for why in filter(None, map(_why_not_multiplied, methods)):
+    if is_set(QUANT_ONCE):
+        refuses[BLOCKS] = ASKS
+    by_marlin = BY_MARLIN if is_set(MARLIN) else None
+    for why in filter(None, [*map(_why_not_multiplied, kinds), by_marlin]):
         refuses.update(dict.fromkeys([BLOCKS, *(name for name in SEAMS if name.endswith("_quant"))], why))
     engine = Engine(
         name="sglang",
@@ -156,6 +164,7 @@ def engine_of(
         inside="layerfuse knows no such linear in SGLang yet",
         experts="SGLang may run shared experts beside the routed ones, on another stream: what is quantised for them is not kept until both are done",
         shared_routed=next(filter(None, shared), None),
+        block_linears=None if target is None else block_linears(target.arch, backend),
         linears={},
         linears_apart=True,
     )
@@ -181,8 +190,9 @@ def _why_shared_routed(architecture: str, target: Target | None, mixture: Expert
     return f"by default SGLang makes this model's shared expert one of the routed ones on {target}, and runs no MLP for it; {apart} it does"
 
 
-def _why_not_multiplied(method: str | None) -> str | None:
-    """Why linears of a checkpoint with this `quant_method` take nothing that a fused op has quantised, as a sentence, or None where they do."""
+def _why_not_multiplied(kind: QuantKind) -> str | None:
+    """Why linears of a checkpoint that are quantised so take nothing that a fused op has quantised, as a sentence, or None where they do."""
+    method = kind.method
     by = MULTIPLY.get(str(method))
     if by == STANDS_AT:
         return None

@@ -11,7 +11,7 @@ from ...adapters.errors import LayerfuseError, UnknownLayerError
 from ...adapters.specs import AnySpec
 from ...fusion.engine import Engine
 from ...fusion.live_plan import module_index_of
-from ...fusion.planning import plan, unfound
+from ...fusion.planning import plan
 from ...fusion.sites import DECODE, Site
 from ...fusion.target import target_of
 from ..compiled_module import CompiledModule
@@ -21,6 +21,7 @@ from . import products
 from .decode_facts import why_not_here
 from .facts import engine_of
 from .host import SGLANG
+from .switches import CHOOSES
 
 
 def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
@@ -67,7 +68,7 @@ def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
         at_modules=engine.uncompiled,
         engine=engine,
     )
-    without = unfound(options.named, compiled.plan.decisions)
+    without = compiled.plan.unfound(options.named)
     compiled.find_unfound = without.copy
     if refused is None:
         tell_unfound(model, without, stops)
@@ -95,14 +96,16 @@ def _engine(runner: Any) -> Engine:
     from sglang.kernels.fused_op import get_fused_op_backend
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 
-    engine, arguments = engine_of([type(runner.model).__name__]), runner.server_args
+    arguments, model = runner.server_args, runner.model
+    backend = arguments.fp8_gemm_runner_backend
+    engine = engine_of([type(model).__name__], target=target_of(model), backend=backend)
     why = None
     if is_batch_invariant_mode_enabled() or arguments.enable_deterministic_inference:
         why = "SGLang keeps to kernels whose results do not depend on the batch"
     elif arguments.enable_torch_compile:
         why = "enable_torch_compile is set, and layerfuse was not tried inside of what SGLang compiles"
     elif get_fused_op_backend() is not None:
-        why = "SGLANG_FORCE_FUSED_OP_BACKEND chooses the kernels of SGLang's ops"
+        why = CHOOSES
     if why is not None:
         return attrs.evolve(engine, refuses={"*": why})
     decode = why_not_here(_decodes_by(), arguments)

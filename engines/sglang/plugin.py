@@ -11,13 +11,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...adapters.errors import LayerfuseError
 from .. import process
 from ..hooks import HookError, check, wrapped_by
 from ..host import enter
 from ..imports import when_imported
 from ..options import REPORT, Options, check_backend, strict_here
-from ..process import leave_alone, once, say_if_untested, say_unknown_variables, troubled
+from ..plugins import finish, quietly, stop_if
+from ..process import leave_alone, once, say_if_untested, say_unknown
 from .hooks import LOADED
 from .host import SGLANG, multiplies_by_the_largest_over_amax
 
@@ -25,10 +25,6 @@ NOTHING_ON = (
     "no fusion is on in SGLang by default here; `layerfuse plan MODEL --engine sglang` says which can stand in a model, "
     "how much faster those are that were measured, and what switches them on"
 )
-
-
-class NotHereError(LayerfuseError, RuntimeError):
-    """`LAYERFUSE_STRICT` is set, and this SGLang is not what this version of layerfuse knows."""
 
 
 def register() -> None:
@@ -72,11 +68,13 @@ def options_here() -> Options:
         OptionsError: a value that says nothing.
         FusionConfigError: a fusion that does not exist.
         BackendError: `LAYERFUSE_BACKEND` names a backend that no op has.
+        ArgumentError: `LAYERFUSE_SHADOW` is no number.
     """
     options = Options(strict=strict_here(), report=os.environ.get(REPORT, "").strip() or None)
     if not options.says_nothing:
         options.config()
     check_backend()
+    _ = options.compared
     return options
 
 
@@ -84,13 +82,12 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When a model is loaded, of an engine or of its draft: plan, put in what is on, and report after the first run."""
     options = options_here()
     result = original(*args, **kwargs)
-    say_unknown_variables()
+    say_unknown()
     runner = args[0]
     if process.this.off is not None:
-        if options.strict:
-            raise NotHereError(f"layerfuse is strict, and leaves SGLang {SGLANG.version()} alone: {process.this.off}")
+        stop_if(options.strict)
         return result
-    try:
+    with quietly("planning", options.strict):
         if options.says_nothing and _nothing_on(runner):
             once(logging.INFO, "layerfuse: %s", NOTHING_ON)
             return result
@@ -105,17 +102,17 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
         compiled = compiled_module_of(runner, options)
         if compiled is not None and not compiled.plan.expected():
-            _finish(compiled)
+            finish(compiled)
         elif compiled is not None:
             if multiplies_by_the_largest_over_amax():
                 scale_groups(Scaling.OF_AMAX)
             products.put_in(compiled, runner.model)
             decode.put_in(compiled, runner.model)
-            at_first_call(runner.model, compiled, SEAMS, lambda _: None, _finish)
-    except Exception as error:
-        if options.strict:
-            raise
-        troubled("planning", error)
+            at_first_call(runner.model, compiled, SEAMS, lambda _: None, finish)
+            if options.compared:
+                from ..shadowing import compare_calls
+
+                compare_calls(runner.model, compiled, options.compared)
     return result
 
 
@@ -127,10 +124,6 @@ def _arch_of(runner: Any) -> str:
 
 def _nothing_on(runner: Any) -> bool:
     """Whether nothing is on by default that could find a site: so that what plans is not even imported."""
-    from ...registry.entry_points import entry_points
-
-    if entry_points("layerfuse.fusions", "layerfuse.formats"):
-        return False
     from ..defaults import may_find_a_site
 
     quantised = runner.model_config.quantization is not None
@@ -140,21 +133,7 @@ def _nothing_on(runner: Any) -> bool:
 def _say_where_defaults_come_from(runner: Any) -> None:
     import torch
 
-    from ..defaults import measured_elsewhere
+    from ..defaults import say_if_measured_elsewhere
 
     arch = _arch_of(runner)
-    device = "a CPU" if arch == "cpu" else torch.cuda.get_device_name()
-    said = measured_elsewhere("sglang", arch, device, SGLANG.version())
-    if said is not None:
-        once(logging.INFO, "layerfuse: %s", said)
-
-
-def _finish(compiled: Any) -> None:
-    from ..reporting import publish
-
-    try:
-        publish(compiled)
-    except Exception as error:
-        if compiled.strict:
-            raise
-        troubled("reporting", error)
+    say_if_measured_elsewhere(arch, "a CPU" if arch == "cpu" else torch.cuda.get_device_name())

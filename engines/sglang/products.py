@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,10 +32,12 @@ from ..handover import why_products_apart
 from ..hooks import HookError, check
 from ..linears import UNFIT, AtSeams, fits
 from ..native import Native, NotNativeError, native_function
+from ..ops import define_op
 from ..placement import Put, is_looked_at
 from ..process import once
-from ..whose import module_of
+from ..whose import kind_of, module_of
 from .hooks import PRODUCTS
+from .switches import ASKS, QUANT_ONCE, is_set
 
 MODULE = PRODUCTS[0].module
 OWN = {hook.path: hook for hook in PRODUCTS}
@@ -64,18 +65,15 @@ def _plain(name: str, x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor
     return _more(name, x, None, weight, weight_scale)
 
 
-_LIBRARY = torch.library.Library("layerfuse_sglang", "FRAGMENT")
-
-
 def _beyond(name: str) -> tuple[str, str]:
     """Two ops for more tokens than few, by name: of quantised rows, and of others."""
-    short = name.partition("_")[0]
-    names = f"block_product_{short}", f"block_linear_{short}"
-    functions: tuple[Any, ...] = (_more, _plain)
-    for each, given, function in zip(names, ("Tensor values, Tensor scales", "Tensor x"), functions, strict=True):
-        _LIBRARY.define(f"{each}({given}, Tensor weight, Tensor weight_scale) -> Tensor")
-        _LIBRARY.impl(each, partial(function, name), "CompositeExplicitAutograd")
-    return f"layerfuse_sglang::{names[0]}", f"layerfuse_sglang::{names[1]}"
+    short, weights = name.partition("_")[0], "Tensor weight, Tensor weight_scale) -> Tensor"
+    product = f"block_product_{short}(Tensor values, Tensor scales, {weights}"
+    linear = f"block_linear_{short}(Tensor x, {weights}"
+    return (
+        define_op("layerfuse_sglang", product, partial(_more, name)),
+        define_op("layerfuse_sglang", linear, partial(_plain, name)),
+    )
 
 
 BEYOND = {name: _beyond(name) for name in OWN}
@@ -121,15 +119,13 @@ def why_not(arguments: Any) -> str | None:
     """Why no linear of an SGLang that is started with these arguments can be layerfuse's, as a sentence, or None."""
     if arguments.enable_lora or (arguments.enable_lora is None and arguments.lora_paths):
         return "LoRA may add to it"
-    if os.environ.get("SGLANG_OPT_MOE_QUANT_ONCE", "").strip().lower() in ("1", "true", "yes", "y"):
-        return "SGLANG_OPT_MOE_QUANT_ONCE is set, and asks which function multiplies"
-    return None
+    return ASKS if is_set(QUANT_ONCE) else None
 
 
 def why_not_by(linear: Any, quant: ActivationQuant, known: dict[str, str | None]) -> str | None:
     """Why a linear that quantises what it reads cannot be, as a sentence, or None. `known`: the same of SGLang's functions, as they are looked at."""
     method: Any = linear.quant_method
-    if (type(method).__module__, type(method).__qualname__) != METHOD or not method.block_quant:
+    if kind_of(method) != METHOD or not method.block_quant:
         return f"no product of {type(method).__qualname__} is known here"
     own = vars(method)[PLACE]
     name = own.__name__ if module_of(own) == MODULE else ""

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ...adapters.activation_quant import ActivationQuant
-from ..handover import Reader, Wanted, why_products_apart
+from ..handover import Reader, Wanted, static_scale, why_products_apart
 from ..hooks import Hook
 from ..native import native_methods
 from ..process import once
+from ..whose import kind_of
 from . import products
 
 RELOADED = "layerfuse: weights were loaded again, and linears have other static scales: what was quantised for them is not taken any more"
@@ -31,12 +32,9 @@ def reader_of(linear: Any, quant: ActivationQuant, method: Hook) -> Reader | Non
     Raises:
         NotNativeError: what runs there is not SGLang's own code.
     """
-    place = linear.quant_method
-    cls = type(place)
-    name, _, called = method.path.partition(".")
-    scale = linear._parameters.get("input_scale") if quant.scheme == "static" else None
-    absent = quant.scheme == "static" and (scale is None or scale.numel() != 1)
-    if absent or quant.inside or (cls.__module__, cls.__qualname__) != (method.module, name):
+    place, called = linear.quant_method, method.path.rpartition(".")[2]
+    scale, known = static_scale(linear, quant.scheme)
+    if not known or quant.inside or kind_of(place) != method.cls:
         return None
     make = partial(_apply, place, called, quant.scheme, scale)
     return Reader(place=place, method=called, make=make, stood=native_methods((place, called)), scale=scale)

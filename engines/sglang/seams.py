@@ -6,8 +6,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..hooks import Hook
-from ..seams import Consumer, Seam
-from .facts import CHAINS, GATED, LATENTS, PRODUCT, SCHEMES
+from ..seams import Consumer, Seam, quantised, seams_at
+from ..whose import kind_of
+from .facts import GATED, LATENTS, PRODUCT
 
 if TYPE_CHECKING:
     from ...adapters.activation_quant import ActivationQuant
@@ -15,17 +16,7 @@ if TYPE_CHECKING:
 
 _NORMS = "sglang.srt.layers.layernorm"
 _FLA = "sglang.kernels.ops.attention.fla"
-_ACTIVATIONS = "sglang.srt.layers.activation"
-_MLA = "sglang.srt.models.deepseek_v2"
-_PREPARES = ("positions", "hidden_states", "forward_batch", "zero_allocator")
-_TAKES = ("self", "x", "residual", "post_residual_addition")
-_APPLY = Hook(
-    name="seam",
-    module="sglang.srt.layers.quantization.fp8",
-    path="Fp8LinearMethod.apply",
-    takes=("self", "layer", "x", "bias"),
-    others="optional",
-)
+_APPLY = Hook.of("sglang.srt.layers.quantization.fp8:Fp8LinearMethod.apply(self, layer, x, bias)", others="optional")
 
 
 def _reader(linear: Any, quant: ActivationQuant) -> Reader | None:
@@ -36,13 +27,6 @@ def _reader(linear: Any, quant: ActivationQuant) -> Reader | None:
 
 LINEARS = Consumer(hook=_APPLY, reader=_reader)
 """The fp8 linears of SGLang's: in blocks and not."""
-
-
-def _norm(
-    fusion: str, name: str, module: str = _NORMS, path: str = "forward_native", takes: Any = _TAKES, **more: Any
-) -> Seam:
-    hook = Hook(name="seam", module=module, path=f"{name}.{path}", takes=takes, others="optional")
-    return Seam(fusion=fusion, hook=hook, **more)
 
 
 def chosen(op: Any) -> None:
@@ -67,7 +51,7 @@ def _plain(norm: Any) -> bool:
 
 def is_plain_latent(norm: Any) -> bool:
     """Whether a norm of MLA's computes what its spec says and nothing else."""
-    return (type(norm).__module__, type(norm).__qualname__) == (_NORMS, "RMSNorm") and _plain(norm)
+    return kind_of(norm) == (_NORMS, "RMSNorm") and _plain(norm)
 
 
 def _quantises(norm: Any) -> bool:
@@ -86,48 +70,31 @@ def _unbiased(norm: Any) -> bool:
     return norm.weight is not None and norm.bias is None
 
 
-def _with_quantised(chains: tuple[str, ...], *place: Any, **more: Any) -> tuple[Seam, ...]:
-    """A norm, or a product, for chains with the quantisation of the linears behind it."""
-    names = (f"{chain}_{scheme}_quant" for chain in chains for scheme in SCHEMES)
-    return tuple(_norm(name, *place, consumer=LINEARS, **more) for name in names)
+def _at(fusions: tuple[str, ...], written: str, plain: Any) -> tuple[Seam, ...]:
+    return seams_at(Hook.of(written, others="optional"), fusions, LINEARS, plain=plain)
 
 
-def _stream(name: str, plain: Any) -> tuple[Seam, ...]:
-    """A norm of the residual stream."""
-    return _norm("add_rms_norm", name, plain=plain), *_with_quantised(CHAINS, name, plain=plain)
-
-
-def _gated(name: str, file: str, gate: str) -> tuple[Seam, ...]:
-    """A delta net's norm."""
-    place = (name, f"{_FLA}.{file}", "forward", ("self", "x", gate))
-    return _norm(GATED, *place, plain=_unbiased), *_with_quantised((GATED,), *place, plain=_unbiased)
-
-
-def _prepare(name: str, file: str, mixin: str) -> Hook:
+def _prepare(name: str, mixin: str) -> Hook:
     """A method of MLA's layer that calls the norms of its two latents one after the other, under CUDA-graph capture on two streams."""
-    path = f"sglang.srt.models.deepseek_common.attention_forward_methods.{file}:{mixin}.{name}"
-    return Hook(
-        name="seam", module=_MLA, path=f"DeepseekV2AttentionMLA.{name}", takes=("self", *_PREPARES), source=path
-    )
+    takes = "self, positions, hidden_states, forward_batch, zero_allocator"
+    source = f"sglang.srt.models.deepseek_common.attention_forward_methods.{mixin}.{name}"
+    return Hook.of(f"sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA.{name}({takes})", source=source)
 
 
 _CALLERS = (
-    _prepare("forward_absorb_prepare", "forward_mla", "DeepseekMLAForwardMixin"),
-    _prepare("forward_normal_prepare", "forward_mha", "DeepseekMHAForwardMixin"),
+    _prepare("forward_absorb_prepare", "forward_mla:DeepseekMLAForwardMixin"),
+    _prepare("forward_normal_prepare", "forward_mha:DeepseekMHAForwardMixin"),
 )
-
-
-def _both(fusion: str, **more: Any) -> Seam:
-    return Seam(fusion=fusion, hook=_CALLERS[0], callers=_CALLERS, plain=is_plain_latent, **more)
-
+_STREAM = "add_rms_norm", *quantised("add_rms_norm", "rms_norm")
+_GATED, _LATENTS = ((chain, *quantised(chain)) for chain in (GATED, LATENTS))
+_TAKES = "forward_native(self, x, residual, post_residual_addition)"
 
 SEAMS = (
-    *_stream("RMSNorm", _plain),
-    *_stream("GemmaRMSNorm", _alone),
-    *_gated("RMSNorm", "layernorm_gated", "z"),
-    *_gated("FusedRMSNormGated", "fused_norm_gate", "g"),
-    _both(LATENTS),
-    *(_both(f"{LATENTS}_{scheme}_quant", consumer=LINEARS) for scheme in SCHEMES),
-    *_with_quantised((PRODUCT,), "SiluAndMul", _ACTIVATIONS, "forward_native", ("self", "x"), plain=_alone),
+    *_at(_STREAM, f"{_NORMS}:RMSNorm.{_TAKES}", _plain),
+    *_at(_STREAM, f"{_NORMS}:GemmaRMSNorm.{_TAKES}", _alone),
+    *_at(_GATED, f"{_FLA}.layernorm_gated:RMSNorm.forward(self, x, z)", _unbiased),
+    *_at(_GATED, f"{_FLA}.fused_norm_gate:FusedRMSNormGated.forward(self, x, g)", _unbiased),
+    *seams_at(_CALLERS[0], _LATENTS, LINEARS, callers=_CALLERS, plain=is_plain_latent),
+    *_at(quantised(PRODUCT), "sglang.srt.layers.activation:SiluAndMul.forward_native(self, x)", _alone),
 )
 """Every place. The fused op of a site is that of the plan; a norm is the site's own module, and a product is in the MLP."""

@@ -25,11 +25,13 @@ from ...fusion.planning import Plan, plan
 from ...fusion.report import Use
 from ...fusion.sites import DECODE
 from ..host import here
+from ..mla import NAME, QUANTISED
 from ..native import NotNativeError, native, native_call
 from ..placement import Placement, why_apart
 from ..process import once
 from ..seams import seam_of
-from .decode_facts import ATTENTION, CHANGED, CLASS, LEFT, NAME, QUANTISED, SEAM, WHY, WRITE, taking, why_not_here
+from ..whose import kind_of
+from .decode_facts import ATTENTION, CHANGED, CLASS, LEFT, SEAM, WHY, WRITE, taking, why_not_here
 from .seams import SEAMS
 
 _loaded = count(1)
@@ -40,6 +42,8 @@ LATENT_UNREAD = (
 """Why a layer whose query latent was to be quantised has the plain form."""
 
 WRITE_QUANT = MLA_NORM_ROPE_CACHE_GROUP_QUANT.name
+_AS_VLLMS = "as vLLM's"
+"""In the place of an op: calls of a layer that was to quantise, or to be vLLM's."""
 
 BYPASSED = frozenset({"q_a_layernorm", "kv_a_layernorm", "rotary_emb", "mla_attn"})
 """The children of vLLM's wrapper that our forward does not call."""
@@ -60,6 +64,10 @@ class DecodePlacement(Placement):
     "A `decode_ops.Layer` for each."
     quantised: frozenset[str] = frozenset()
     "The layers whose query latent is to be quantised in the same launch."
+    plain: bool = True
+    "Whether the plain form stands where no graph quantises that; else the layer is vLLM's there."
+    unread: frozenset[str] = frozenset()
+    "The sites that were vLLM's in the run that is looked at, as no graph quantised there."
 
     @classmethod
     def of(cls, module: nn.Module, decided: Plan, vllm_config: Any) -> DecodePlacement | None:
@@ -70,6 +78,7 @@ class DecodePlacement(Placement):
             return None
         layers: Any = {site.layer: site.spec for site in sites}
         placed = cls(module=module, layers=layers, vllm_config=vllm_config, quantised=frozenset(quantised))
+        placed.plain = bool(decided.expected(NAME) or decided.fallback(NAME))
         placed.why_not = placed._why_not_together(placed._why_not_here())
         return placed
 
@@ -86,8 +95,8 @@ class DecodePlacement(Placement):
         for path, spec in self.layers.items():
             wrapper = self._wrapper(path)
             if wrapper is None:
-                kind = type(self.module.get_submodule(path))
-                problem = f"{kind.__module__}.{kind.__qualname__} is not vLLM's {CLASS[1]}, and holds none"
+                kind = ".".join(kind_of(self.module.get_submodule(path)))
+                problem = f"{kind} is not vLLM's {CLASS[1]}, and holds none"
             else:
                 problem = _why_not_layer(wrapper, spec, shared)
             if problem is not None:
@@ -95,14 +104,7 @@ class DecodePlacement(Placement):
 
     def _wrapper(self, path: str) -> Any:
         """VLLM's wrapper at or below a layer; a class derived from it may do something else, and is none."""
-        return next(
-            (
-                m
-                for m in self.module.get_submodule(path).modules()
-                if (type(m).__module__, type(m).__qualname__) == CLASS
-            ),
-            None,
-        )
+        return next((m for m in self.module.get_submodule(path).modules() if kind_of(m) == CLASS), None)
 
     @property
     def key(self) -> str:
@@ -185,10 +187,11 @@ class DecodePlacement(Placement):
             calls[layer.op] = layer.calls - layer.quantised
             if layer.rounds is not None:
                 calls[WRITE_QUANT] = layer.quantised
+                calls[_AS_VLLMS] = 0 if self.plain else layer.as_vllms
         return found
 
     def fusions_at(self, site: str) -> tuple[str, str]:
-        """The form that quantises stands where a graph holds its op, and the plain one otherwise."""
+        """The form that quantises stands where a graph holds its op, and otherwise the plain one, unless that is off."""
         if site.removesuffix(f":{DECODE}") not in self.quantised:
             return NAME, NAME
         ran = self.ran.get(site, Counter())
@@ -203,6 +206,7 @@ class DecodePlacement(Placement):
 
     def told(self, counted: Counter[str]) -> Counter[str]:
         """Calls as ever; a layer that quantises is counted by the op that does, and not by those of its decode steps."""
+        self.unread = frozenset([site for site, ran in self.ran.items() if ran.pop(_AS_VLLMS, 0)])
         told = super().told(counted)
         if self.quantised:
             from . import decode_ops as ops
@@ -211,10 +215,11 @@ class DecodePlacement(Placement):
             told = Counter({op: ran[op] if op in ops.COUNTED else n for op, n in told.items()})
         return +told
 
-    def why_left(self, site: str, run: str) -> str:  # noqa: ARG002 (all of them are left together)
+    def why_left(self, site: str, run: str) -> str:
         """Why vLLM's own way was gone."""
         left = next(filter(None, (layer.left for layer in self.made)), None)
-        return self.why_not or left or f"{here().name} did not call this layer in the {run}"
+        unread = LATENT_UNREAD if site in self.unread else None
+        return self.why_not or left or unread or f"{here().name} did not call this layer in the {run}"
 
     def modules(self) -> dict[str, nn.Module]:
         """Path of a layer -> the wrapper whose forward is ours; empty where none is."""
@@ -226,7 +231,7 @@ def with_placement(decided: Plan, module: nn.Module, vllm_config: Any) -> tuple[
     placed = DecodePlacement.of(module, decided, vllm_config)
     if placed is None or placed.stands:
         return (decided if placed is None else taking(decided)), placed
-    if decided.engine is None or not {NAME, QUANTISED}.isdisjoint(dict(decided.config.switches)):
+    if decided.engine is None or not {NAME, QUANTISED}.isdisjoint(decided.config.named):
         return decided, placed
     once(logging.INFO, f"{LEFT} (it is on by default here)", placed.why_not)
     engine = attrs.evolve(decided.engine, keeps={**decided.engine.keeps, DECODE: str(placed.why_not)})
@@ -236,9 +241,8 @@ def with_placement(decided: Plan, module: nn.Module, vllm_config: Any) -> tuple[
 def _why_not_layer(wrapper: Any, spec: MLASpec, shared: bool) -> str | None:
     """Why one layer cannot be ours, from what vLLM made of it; `shared`: whether its cache is split over ranks."""
     attention = wrapper.mla_attn
-    kind = type(attention)
-    if (kind.__module__, kind.__qualname__) != ATTENTION:
-        return WHY["attention"].format(kind=f"{kind.__module__}.{kind.__qualname__}", known=ATTENTION[1])
+    if kind_of(attention) != ATTENTION:
+        return WHY["attention"].format(kind=".".join(kind_of(attention)), known=ATTENTION[1])
     backend = attention.attn_backend.get_name()
     base = getattr(sys.modules[WRITE[0]], WRITE[1])
     write = getattr(attention.impl, WRITE[2], None)
@@ -264,7 +268,7 @@ def _why_not_layer(wrapper: Any, spec: MLASpec, shared: bool) -> str | None:
     for norm in (wrapper.q_a_layernorm, wrapper.kv_a_layernorm):
         seam = seam_of(SEAMS, type(norm), "add_rms_norm")
         if problem is None and (seam is None or not seam.plain(norm)):
-            problem = f"its norm, a {type(norm).__module__}.{type(norm).__qualname__}, does more than its spec says"
+            problem = f"its norm, a {'.'.join(kind_of(norm))}, does more than its spec says"
     return problem
 
 

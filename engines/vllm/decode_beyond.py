@@ -1,4 +1,4 @@
-"""`mla_decode` in graphs that are to be vLLM's own (`host_bound`): what its wrapper does stands there again, op by op.
+"""`mla_decode` in graphs that are to be vLLM's own (`host_bound`, or the form that is on fits none): what its wrapper does stands there again, op by op.
 
 vLLM traces a model once and compiles it for each range of tokens. So the wrapper's own forward is traced once more, between its projections, with what
 the ops of ours are given, and its results are handed to the op that is the attention, which then does what vLLM's two do and nothing else.
@@ -135,15 +135,18 @@ def _holding(module: Any, name: str, tensor: Tensor) -> Iterator[None]:
 
 
 def _pairs(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """Of each layer the nodes of both of our ops in front of its attention."""
+    """Of each layer whose query latent is not quantised the nodes of both of our ops in front of its attention."""
     latents = None
     for node in graph.nodes:
         if node.target is decode_ops.latents:
             latents = _checked(node, (0, 1, 2))
+        elif node.target is decode_ops.latents_quantised:
+            latents = node
         elif node.target is torch.ops.higher_order.auto_functionalized and node.args[0] is decode_ops.turn:
             if latents is None:
                 raise TypeError(f"{node} has no latents in front of it")
-            yield latents, _checked(node, (1,))
+            if latents.target is decode_ops.latents:
+                yield latents, _checked(node, (1,))
             latents = None
 
 

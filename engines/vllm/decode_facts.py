@@ -13,16 +13,14 @@ from ...fusion.planning import Plan, plan
 from ...fusion.sites import DECODE, LATENTS
 from ...fusion.steps.decode import WHY as OF_SPECS
 from ..hooks import Hook
+from ..mla import HELD, NAME, QUANTISED, SPARSE, SPARSE_MODELS
 from ..seams import Seam
 from .switches import BATCH_INVARIANT, INVARIANT, MLA_DISABLE, is_set
 
-NAME = "mla_decode"
-
-QUANTISED = "mla_decode_group_quant"
-"""Its form that quantises the query latent too."""
-
-TAKES = f"{NAME} takes what stands there"
-"""The reason in the plan of what is taken at the same sites."""
+TAKES: dict[tuple[str, ...], str] = {
+    forms: f"{' or '.join(forms)} takes what stands there" for forms in ((NAME,), (QUANTISED,), (NAME, QUANTISED))
+}
+"""Its forms that a plan expects -> the reason in the plan of what is taken at the same sites."""
 
 LEFT = f"layerfuse: {NAME} leaves vLLM's MLA layers alone: %s"
 """What is said where it does not stand."""
@@ -36,139 +34,56 @@ CLASS = ("vllm.model_executor.layers.mla", "MultiHeadLatentAttentionWrapper")
 WRITE = ("vllm.v1.attention.backend", "MLAAttentionImpl", "do_kv_cache_update")
 """Module, class and name of the cache write that every backend has that does not write in a way of its own."""
 
-SPARSE_MODELS = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
-"""Architectures of models.toml whose attention is sparse: vLLM has code of its own for them."""
-
-WRAPPED = frozenset(
-    [
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "Glm4MoeLiteForCausalLM",
-        "KimiK25ForConditionalGeneration",
-        "KimiLinearForCausalLM",
-        "LongcatFlashForCausalLM",
-    ]
-)
-"""Architectures of models.toml whose layers hold that class in vLLM 0.26 and 0.33."""
-
-SWITCHED = WRAPPED - {"KimiLinearForCausalLM", "LongcatFlashForCausalLM"}
-"""Those of them whose layers are of another class where VLLM_MLA_DISABLE is set."""
+SWITCHED = HELD - {"KimiLinearForCausalLM", "LongcatFlashForCausalLM"}
+"""Those of `HELD` whose layers are of another class where VLLM_MLA_DISABLE is set."""
 
 ATTENTION = ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
 """Module and class of its attention, and of no other."""
 
 READS = {
-    "MultiHeadLatentAttentionWrapper.forward": frozenset(
-        [
-            "dcp_q_replicate",
-            "fuse_qkv_rmsnorm",
-            "fused_qkv_a_proj",
-            "g_proj",
-            "indexer",
-            "indexer_rope_emb",
-            "is_sparse",
-            "kv_a_layernorm",
-            "kv_a_proj_with_mqa",
-            "kv_lora_rank",
-            "mla_attn",
-            "num_heads",
-            "o_proj",
-            "q_a_layernorm",
-            "q_b_proj",
-            "q_lora_rank",
-            "q_proj",
-            "qk_head_dim",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "rotary_emb",
-            "skip_topk",
-            "v_head_dim",
-        ]
-    ),
-    "MLAAttention.forward": frozenset(
-        [
-            "_k_scale",
-            "calculate_kv_scales",
-            "forward_impl",
-            "hisparse_cache",
-            "impl",
-            "kv_cache",
-            "kv_cache_dtype",
-            "layer_name",
-            "prepare_kv_cache_update",
-            "update_kv_cache",
-            "use_direct_call",
-            "use_pcp",
-        ]
-    ),
-    "MLAAttention.forward_impl": frozenset(
-        [
-            "W_K",
-            "W_K_scale",
-            "W_UK_T",
-            "W_UK_T_dcp_qrep",
-            "_aiter_output_quant",
-            "_decode_concat_quant_fp8_op",
-            "_k_scale",
-            "_q_scale",
-            "_quant_fp8_op",
-            "_use_sparse_mha",
-            "_v_up_proj",
-            "_vllm_config",
-            "chunked_prefill_workspace_size",
-            "dcp_a2a",
-            "dcp_manager",
-            "impl",
-            "is_aiter_triton_fp4_bmm_enabled",
-            "is_aiter_triton_fp8_bmm_enabled",
-            "is_amx_bmm_enabled",
-            "kv_cache_dtype",
-            "kv_lora_rank",
-            "num_heads",
-            "prefill_backend",
-            "q_pad_num_heads",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "use_pcp",
-            "v_head_dim",
-        ]
-    ),
-    f"{WRITE[1]}.{WRITE[2]}": frozenset(),
+    method: frozenset(names.split())
+    for method, names in {
+        "MultiHeadLatentAttentionWrapper.forward": (
+            "dcp_q_replicate fuse_qkv_rmsnorm fused_qkv_a_proj g_proj indexer indexer_rope_emb is_sparse kv_a_layernorm kv_a_proj_with_mqa "
+            "kv_lora_rank mla_attn num_heads o_proj q_a_layernorm q_b_proj q_lora_rank q_proj qk_head_dim qk_nope_head_dim qk_rope_head_dim "
+            "rotary_emb skip_topk v_head_dim"
+        ),
+        "MLAAttention.forward": (
+            "_k_scale calculate_kv_scales forward_impl hisparse_cache impl kv_cache kv_cache_dtype layer_name prepare_kv_cache_update "
+            "update_kv_cache use_direct_call use_pcp"
+        ),
+        "MLAAttention.forward_impl": (
+            "W_K W_K_scale W_UK_T W_UK_T_dcp_qrep _aiter_output_quant _decode_concat_quant_fp8_op _k_scale _q_scale _quant_fp8_op "
+            "_use_sparse_mha _v_up_proj _vllm_config chunked_prefill_workspace_size dcp_a2a dcp_manager impl is_aiter_triton_fp4_bmm_enabled "
+            "is_aiter_triton_fp8_bmm_enabled is_amx_bmm_enabled kv_cache_dtype kv_lora_rank num_heads prefill_backend q_pad_num_heads "
+            "qk_nope_head_dim qk_rope_head_dim use_pcp v_head_dim"
+        ),
+        f"{WRITE[1]}.{WRITE[2]}": "",
+    }.items()
 }
 """Method of vLLM's -> the attributes of itself that it reads in 0.26.0 and 0.33.0."""
 
 
-def _hook(module: str, path: str, *takes: str, others: Literal["optional", "none"] = "optional") -> Hook:
-    """A method."""
-    return Hook(name="decode", module=module, path=path, takes=("self", *takes), others=others, reads=READS.get(path))
+def _hook(written: str, others: Literal["optional", "none"] = "optional") -> Hook:
+    """A function or method, with what it reads."""
+    hook = Hook.of(written, others=others)
+    return attrs.evolve(hook, reads=READS.get(hook.path))
 
 
 SEAM = Seam(
     fusion=NAME,
-    hook=_hook(CLASS[0], f"{CLASS[1]}.forward", "positions", "hidden_states", "llama_4_scaling", others="none"),
-    callers=(
-        _hook(ATTENTION[0], "MLAAttention.forward", "q", "kv_c_normed", "k_pe", "output_shape"),
-        _hook(
-            ATTENTION[0], "MLAAttention.forward_impl", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output"
-        ),
-        _hook(ATTENTION[0], "MLAAttention._v_up_proj", "x", "out"),
-        Hook(
-            name="decode",
-            module=ATTENTION[0],
-            path="unified_mla_kv_cache_update",
-            takes=("kv_c_normed", "k_pe", "layer_name", "kv_cache_dtype", "k_scale"),
-            others="optional",
-        ),
-        _hook(
-            WRITE[0],
-            f"{WRITE[1]}.{WRITE[2]}",
-            "kv_c_normed",
-            "k_pe",
-            "kv_cache",
-            "slot_mapping",
-            "kv_cache_dtype",
-            "k_scale",
-        ),
+    hook=_hook(f"{CLASS[0]}:{CLASS[1]}.forward(self, positions, hidden_states, llama_4_scaling)", others="none"),
+    callers=tuple(
+        map(
+            _hook,
+            (
+                f"{ATTENTION[0]}:MLAAttention.forward(self, q, kv_c_normed, k_pe, output_shape)",
+                f"{ATTENTION[0]}:MLAAttention.forward_impl(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output)",
+                f"{ATTENTION[0]}:MLAAttention._v_up_proj(self, x, out)",
+                f"{ATTENTION[0]}:unified_mla_kv_cache_update(kv_c_normed, k_pe, layer_name, kv_cache_dtype, k_scale)",
+                f"{WRITE[0]}:{WRITE[1]}.{WRITE[2]}(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)",
+            ),
+        )
     ),
 )
 """What of vLLM is called, or done in its place."""
@@ -176,7 +91,7 @@ SEAM = Seam(
 WHY = {
     **OF_SPECS,
     "no table": "its rope has no table of cos and sin",
-    "sparse": "its attention is sparse: an indexer reads the query latent in between",
+    "sparse": SPARSE,
     "gate": "it has an output gate",
     "attention": "{kind} is not vLLM's {known}",
     "write": "{backend} has a cache write of its own",
@@ -233,7 +148,7 @@ def planned(engine: Engine, architectures: Iterable[str]) -> Engine:
     """An engine of whose models only the names are known, with a place for it in their MLA layers, or with the reason why there is none."""
     given = frozenset(architectures)
     why = WHY["sparse"] if SPARSE_MODELS & given else _why_not_environment() or why_no_mla(given)
-    if why is None and not WRAPPED & given:
+    if why is None and not HELD & given:
         why = f"vLLM's code of this model is not known to hold a {CLASS[1]}"
     return attrs.evolve(
         engine, decodes=True, refuses=engine.refuses if why is None else {**engine.refuses, DECODE: why}
@@ -242,7 +157,8 @@ def planned(engine: Engine, architectures: Iterable[str]) -> Engine:
 
 def taking(decided: Plan) -> Plan:
     """A plan in which both latent norms of all MLA layers are taken already, where it expects that."""
-    if decided.engine is None or not (decided.expected(NAME) or decided.expected(QUANTISED)):
+    forms = tuple(filter(decided.expected, (NAME, QUANTISED)))
+    if decided.engine is None or not forms:
         return decided
-    engine = attrs.evolve(decided.engine, keeps={**decided.engine.keeps, LATENTS: TAKES})
+    engine = attrs.evolve(decided.engine, keeps={**decided.engine.keeps, LATENTS: TAKES[forms]})
     return plan(decided.specs, decided.target, decided.config, engine)

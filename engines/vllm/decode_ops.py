@@ -25,20 +25,18 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import mla_attention as vllm_mla
 from vllm.utils import torch_utils
 
-from ...adapters.errors import LayerfuseError
 from ...fusion.backends import listening, steps
 from ...fusion.latent_ops import MLA_NORM_ROPE_CACHE_GROUP_QUANT, MLA_QUERY_ABSORB, MLA_QUERY_ABSORB_STATIC_QUANT
 from ...fusion.ops.library import case_maker, declared, direct, repeating
+from ...fusion.ops.linear import op_of
 from ..native import Native
-from ..placement import is_looked_at
+from ..ops import define_op
+from ..placement import REFUSALS, is_looked_at
 from ..process import once
 from .decode_facts import CHANGED
 
 _STEADY = True
 """Nothing writes to what absorbs the query while a step runs."""
-
-REFUSALS = (LayerfuseError, TypeError, ValueError)
-"""What an op raises for arguments that it does not take."""
 
 WRITE = "mla_norm_rope_cache_into"
 SPLIT = "layerfuse_vllm::mla_attend"
@@ -115,6 +113,8 @@ class Layer:
     "How often its attention was called."
     quantised: int = 0
     "How often of these the query latent was quantised in the launch of its norms."
+    as_vllms: int = 0
+    "How often its attention was called beside these, in graphs that are vLLM's own."
 
     def __attrs_post_init__(self) -> None:
         self.children = self.wrapper._modules
@@ -339,6 +339,7 @@ def _turn(q: Tensor, positions: Tensor, *others: Any) -> None:
 def _attend(q: Tensor, entries: Tensor, apart: Tensor, positions: Tensor, output: Tensor, layer_name: Any) -> None:
     metadata, attention, cache, slots = vllm_mla.get_attention_context(_plain(layer_name))
     if apart.dim() == 3:  # the graph is vLLM's own (`decode_beyond`)
+        layer_of(attention).as_vllms += is_looked_at()
         _as_vllm(attention, q, entries, apart, cache, metadata, slots, output, layer_name)
         return
     layer = layer_of(attention)
@@ -408,15 +409,9 @@ def _plain(name: Any) -> str:
     return plain
 
 
-_LIBRARY = torch.library.Library("layerfuse_vllm", "FRAGMENT")
-
-
 def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """An op whose last argument is a layer's name, in the form in which vLLM compiles layers that differ in it alone once."""
-    _LIBRARY.define(f"{name}{schema.format(name=_name_type())}", tags=(torch.Tag.needs_fixed_stride_order,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"layerfuse_vllm::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.layerfuse_vllm, name).default
+    return op_of(define_op("layerfuse_vllm", f"{name}{schema.format(name=_name_type())}", run, fake))
 
 
 def _name_type() -> str:

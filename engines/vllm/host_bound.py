@@ -41,7 +41,7 @@ def note(plan: Plan) -> str | None:
     """In which steps nothing of a plan for vLLM stands, as a sentence; None where nothing is planned, or nothing compiled."""
     if plan.engine is None or plan.engine.uncompiled is not None or not plan.expected():
         return None
-    return "In steps of more tokens than vLLM captures in CUDA graphs vLLM's own graphs run: these wait for the host."
+    return "A step of more tokens than vLLM captures in CUDA graphs waits for the host. It runs vLLM's own graph, in which nothing here is fused."
 
 
 def holds(tokens: range, compile_range: Any) -> bool:

@@ -35,12 +35,14 @@ from ...fusion.match.linears import FoundLinear, Reader
 from ...fusion.match.values import value
 from ...fusion.ops.linear import scales_shape
 from ..native import NotNativeError, native_function
+from ..ops import define_op
 from ..placement import is_looked_at
+from .hooks import INSIDE
 
-KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.flashinfer"
+KERNELS = INSIDE.module
 """vLLM's module that defines the op."""
 NAME = "dynamic_flashinfer_deepgemm_blockscale_gemm"
-ARGUMENTS = ("input", "weight", "weight_scale", "group_size", "use_deep_gemm_e8m0")
+ARGUMENTS = INSIDE.takes
 GROUP = 128
 
 
@@ -82,13 +84,12 @@ def _fake(values: Tensor, _scales: Tensor, weight: Tensor, _weight_scale: Tensor
     return values.new_empty((values.shape[0], weight.shape[0]), dtype=torch.bfloat16)
 
 
-_LIBRARY = torch.library.Library("layerfuse_vllm", "FRAGMENT")
-_LIBRARY.define(
+define_op(
+    "layerfuse_vllm",
     "block_product(Tensor values, Tensor scales, Tensor weight, Tensor weight_scale, bool powers_of_two) -> Tensor",
-    tags=(torch.Tag.needs_fixed_stride_order,),
+    multiply,
+    _fake,
 )
-_LIBRARY.impl("block_product", multiply, "CompositeExplicitAutograd")
-torch.library.register_fake("layerfuse_vllm::block_product", _fake, lib=_LIBRARY)
 PRODUCT = torch.ops.layerfuse_vllm.block_product.default
 QUANTISE = torch.ops.layerfuse.quantise_group.default
 
@@ -100,11 +101,11 @@ def _own(x: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -
 
 def _beyond(name: str, given: str, function: Callable[..., Tensor]) -> dict[bool, str]:
     """An op for more tokens than few, by whether DeepGEMM's scales are rounded to powers of two."""
-    names = {rounds: f"{name}_{'rounded' if rounds else 'exact'}" for rounds in (False, True)}
-    for rounds, op in names.items():
-        _LIBRARY.define(f"{op}({given}, Tensor weight, Tensor weight_scale) -> Tensor")
-        _LIBRARY.impl(op, partial(function, powers_of_two=rounds), "CompositeExplicitAutograd")
-    return {rounds: f"layerfuse_vllm::{op}" for rounds, op in names.items()}
+    schema = f"({given}, Tensor weight, Tensor weight_scale) -> Tensor"
+    return {
+        rounds: define_op("layerfuse_vllm", f"{name}_{how}{schema}", partial(function, powers_of_two=rounds))
+        for rounds, how in ((False, "exact"), (True, "rounded"))
+    }
 
 
 BEYOND = _beyond("block_product", "Tensor values, Tensor scales", multiply)

@@ -20,12 +20,13 @@ from ...fusion.sites import Site, mixture_sites
 from ...fusion.target import target_of
 from ..compiled_module import CompiledModule
 from ..loading import device_of, linears_left, nothing, say_unknown, tell_unfound
+from ..mla import NAME
 from ..options import Options
 from ..process import once
 from . import products, routed_experts, shared_experts
 from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
 from .decode import with_placement
-from .decode_facts import NAME, TAKES
+from .decode_facts import TAKES
 from .host import VLLM
 from .keys import check_table
 from .native_fusions import by_transformers
@@ -144,7 +145,9 @@ def compiled_modules_of(
     stops = stops and alone
 
     def find_unfound() -> dict[str, str]:
-        return unfound(options.named, (each for _, made in compiled_modules for each in made.plan.decisions), TAKES)
+        return unfound(
+            options.named, (each for _, made in compiled_modules for each in made.plan.decisions), TAKES.values()
+        )
 
     without = find_unfound()
     tell_unfound(model, without, stops)

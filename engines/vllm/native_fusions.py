@@ -5,18 +5,18 @@ Read in vLLM 0.26.0 and 0.33.0. Needs no vLLM, so that plans are made beforehand
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from attrs import frozen
 
 from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.sites import FINAL, OWN_PLACE
-from .decode_facts import CLASS, QUANTISED, SPARSE_MODELS, why_no_mla
+from ..mla import QUANTISED, SPARSE_MODELS
+from ..seams import quantised
+from .decode_facts import CLASS, why_no_mla
 from .switches import BLOCK_LINEARS, SHARED_IN_TURN, block_switch, is_set
-
-_PER_QUANT = ("static_quant", "per_token_quant", "group_quant")
 
 
 @frozen(kw_only=True)
@@ -33,37 +33,32 @@ class Place:
     "Whether vLLM uses AITER (VLLM_ROCM_USE_AITER)."
 
 
-@frozen(kw_only=True)
+@frozen
 class Pass:
-    """One pass of vLLM's compiler on one vendor's GPUs, and the chains of the catalog that it takes."""
+    """One pass of vLLM's compiler on one vendor's GPUs, on AMD's with AITER, and the chains of the catalog that it takes."""
 
-    fusions: tuple[str, ...]
+    vendor: str
     switch: str
     "In vLLM's `pass_config`."
     by: str
     "The class of the pass."
-    vendor: str
-    aiter: bool = False
-    "Whether it needs AITER."
-    by_default: bool = True
-    "Whether vLLM's defaults switch it on for a model with such a chain."
+    fusions: tuple[str, ...]
+    "Those of which vLLM's defaults switch it on for a model with such a chain."
+    others: tuple[str, ...] = ()
+    "What it takes where it is switched on."
     archs: tuple[str, ...] = ()
     "Where its defaults switch it on; empty: everywhere."
     given: str = ""
     "What it depends on besides, as part of a sentence."
 
-    def there(self, place: Place) -> bool:
-        """Whether it does anything in this place if it is switched on."""
-        return place.vendor == self.vendor and (place.aiter or not self.aiter)
+    def takes(self, place: Place, switched: Mapping[str, bool] | None) -> tuple[str, ...]:
+        """The chains that it does there; the arguments are those of `by_passes`."""
+        if place.vendor != self.vendor or (place.vendor == "amd" and not place.aiter):
+            return ()
+        if switched is not None:
+            return (*self.fusions, *self.others) if switched.get(self.switch) else ()
+        return self.fusions if place.arch in (self.archs or (place.arch,)) else ()
 
-
-def quantised(*names: str, per: Iterable[str] = _PER_QUANT) -> tuple[str, ...]:
-    """The names of chains with the quantisation behind them."""
-    return tuple(f"{name}_{each}" for name in names for each in per)
-
-
-_GROUP, _OTHER = ("group_quant",), ("static_quant", "per_token_quant")
-_NORMS = ("add_rms_norm", "rms_norm", "mla_dual_rms_norm")
 
 NEEDS_FLASHINFER = ", where FlashInfer is there and has a workspace for as many tokens"
 """What vLLM's fused all-reduces need on NVIDIA's GPUs. Their limits of bytes differ by GPU and ranks."""
@@ -74,86 +69,39 @@ EXPERTS = (
 )
 """Why no quantised fusion stands in front of experts, nor any in shared ones."""
 
+_REDUCED = "all_reduce_add_rms_norm"
+_REDUCTIONS = _REDUCED, *quantised(_REDUCED)
+_NORMS = "add_rms_norm", "rms_norm", "mla_dual_rms_norm"
+
 PASSES = (
     Pass(
-        fusions=("all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_quant"),
-        switch="fuse_allreduce_rms",
-        by="AllReduceFusionPass",
-        vendor="nvidia",
-        archs=("sm90", "sm100", "sm103"),
-        given=NEEDS_FLASHINFER,
+        "nvidia", "fuse_allreduce_rms", "AllReduceFusionPass", (_REDUCED, f"{_REDUCED}_static_quant"),
+        archs=("sm90", "sm100", "sm103"), given=NEEDS_FLASHINFER,
     ),
-    Pass(
-        fusions=("all_reduce_add_rms_norm", "all_reduce_add_rms_norm_group_quant"),
-        switch="fuse_allreduce_rms",
-        by="RocmAiterAllReduceFusionPass",
-        vendor="amd",
-        aiter=True,
-    ),
+    Pass("amd", "fuse_allreduce_rms", "RocmAiterAllReduceFusionPass", (_REDUCED, f"{_REDUCED}_group_quant")),
     # In its place come a reduce-scatter, the norm of a part of the tokens and an all-gather; not in 0.33 any more.
+    Pass("nvidia", "enable_sp", "SequenceParallelismPass", (), _REDUCTIONS),
+    # Of both latent norms it takes the one that is quantised. Where nothing makes the norm or the quantisation an op of its own, that is left to
+    # Inductor. NVFP4 is FlashInfer's kernel, where it has one (read in 0.33).
     Pass(
-        fusions=("all_reduce_add_rms_norm", *quantised("all_reduce_add_rms_norm")),
-        switch="enable_sp",
-        by="SequenceParallelismPass",
-        vendor="nvidia",
-        by_default=False,
-    ),
-    # Of both latent norms it takes the one that is quantised.
-    Pass(
-        fusions=quantised(*_NORMS, per=_GROUP), switch="fuse_norm_quant", by="RMSNormQuantFusionPass", vendor="nvidia"
-    ),
-    # Where nothing makes the norm or the quantisation an op of its own, that is left to Inductor.
-    Pass(
-        fusions=quantised(*_NORMS, per=_OTHER),
-        switch="fuse_norm_quant",
-        by="RMSNormQuantFusionPass",
-        vendor="nvidia",
-        by_default=False,
-    ),
-    # By FlashInfer's kernel, where it has one (read in 0.33).
-    Pass(
-        fusions=quantised("add_rms_norm", per=("nvfp4_quant",)),
-        switch="fuse_norm_quant",
-        by="RMSNormQuantFusionPass",
-        vendor="nvidia",
-        by_default=False,
+        "nvidia", "fuse_norm_quant", "RMSNormQuantFusionPass", quantised(*_NORMS, per=("group",)),
+        (*quantised(*_NORMS, per=("static", "per_token")), "add_rms_norm_nvfp4_quant"),
     ),
     Pass(
-        fusions=(*quantised("add_rms_norm", "rms_norm"), "gated_rms_norm_group_quant"),
-        switch="fuse_norm_quant",
-        by="RocmAiterRMSNormQuantFusionPass",
-        vendor="amd",
-        aiter=True,
+        "amd", "fuse_norm_quant", "RocmAiterRMSNormQuantFusionPass",
+        (*quantised("add_rms_norm", "rms_norm"), "gated_rms_norm_group_quant"),
     ),
     Pass(
-        fusions=("mla_dual_rms_norm", *quantised("mla_dual_rms_norm", per=("per_token_quant", "group_quant"))),
-        switch="fuse_mla_dual_rms_norm",
-        by="MLADualRMSNormFusionPass",
-        vendor="amd",
-        aiter=True,
+        "amd", "fuse_mla_dual_rms_norm", "MLADualRMSNormFusionPass",
+        ("mla_dual_rms_norm", *quantised("mla_dual_rms_norm", per=("per_token", "group"))),
     ),
-    Pass(
-        fusions=quantised("silu_mul", per=_GROUP),
-        switch="fuse_act_quant",
-        by="ActivationQuantFusionPass",
-        vendor="nvidia",
-    ),
-    Pass(
-        fusions=quantised("silu_mul", per=("static_quant",)),
-        switch="fuse_act_quant",
-        by="ActivationQuantFusionPass",
-        vendor="nvidia",
-        by_default=False,
-    ),
-    Pass(
-        fusions=quantised("silu_mul", per=_GROUP),
-        switch="fuse_act_quant",
-        by="RocmAiterSiluMulFp8GroupQuantFusionPass",
-        vendor="amd",
-        aiter=True,
-    ),
-)
+    Pass("nvidia", "fuse_act_quant", "ActivationQuantFusionPass", ("silu_mul_group_quant",), ("silu_mul_static_quant",)),
+    Pass("amd", "fuse_act_quant", "RocmAiterSiluMulFp8GroupQuantFusionPass", ("silu_mul_group_quant",)),
+)  # fmt: skip
 """The passes of 0.26 and 0.33 that take a chain of the catalog."""
+
+GROUPS = {"nvidia": (64, 128), "amd": (128,), "cpu": ()}
+"""Vendor -> columns that share a scale in the patterns of its passes."""
 
 
 def by_passes(place: Place, switched: Mapping[str, bool] | None = None) -> dict[str, str]:
@@ -165,16 +113,9 @@ def by_passes(place: Place, switched: Mapping[str, bool] | None = None) -> dict[
     """
     return {
         name: f"its pass {each.by} ({each.switch}){each.given}"
-        for each in _on(place, switched)
-        for name in each.fusions
+        for each in PASSES
+        for name in each.takes(place, switched)
     }
-
-
-def _on(place: Place, switched: Mapping[str, bool] | None) -> Iterator[Pass]:
-    for each in PASSES:
-        on = each.by_default and place.arch in (each.archs or (place.arch,))
-        if each.there(place) and (on if switched is None else switched.get(each.switch, False)):
-            yield each
 
 
 @frozen(kw_only=True)
@@ -202,105 +143,59 @@ _M3 = frozenset({"MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGen
 _STEP5 = frozenset({"Step5ForCausalLM", "Step5ForConditionalGeneration"})
 _GLM5_NEXT = frozenset({"Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"})
 
-_REDUCTIONS = "all_reduce_add_rms_norm", *quantised("all_reduce_add_rms_norm")
 REDUCES: Mapping[str, frozenset[str]] = {"fused_allreduce_rms_norm": _V32, "fused_allreduce_gemma_rms_norm": _M3}
 """vLLM's functions for a norm behind an all-reduce -> the architectures whose code calls them."""
+
+
+def _code(
+    architectures: Iterable[str],
+    fusions: tuple[str, ...],
+    function: str,
+    more: str = "",
+    kept: bool = True,
+    **only: Any,
+) -> Code:
+    """A function that the code of a model calls."""
+    by = f"{function} in the code of the model{more}"
+    return Code(fusions=fusions, by=by, architectures=frozenset(architectures), kept=kept, **only)
+
+
+_STREAM = "add_rms_norm", *quantised("add_rms_norm", "rms_norm")
+_LATENTS = "mla_dual_rms_norm", *quantised("mla_dual_rms_norm")
+_ROPED = ("qk_norm_rope",)
+_K3, _BEAM, _ALICE = ["KimiK3ForConditionalGeneration"], ["BeamForCausalLM"], ["AliceAIForCausalLM"]
+_QWEN4 = ["Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"]
+_IN_FLOAT32 = " where its stream is in float32, and else an add by itself"
+_NO_WORKSPACE = f"{NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add"
 
 CODE = (
     Code(fusions=("add_rms_norm",), by="its own op for the add and the norm (fused_add_rms_norm)"),
     Code(fusions=("gated_rms_norm",), by="its own kernel for the gated norm (rms_norm_gated)"),
-    Code(
-        fusions=("mla_dual_rms_norm", *quantised("mla_dual_rms_norm")),
-        by="fused_norm_rope in the code of the model",
-        architectures=SPARSE_MODELS,
-        kept=True,
-    ),
-    Code(
-        fusions=quantised("rms_norm"),
-        by="fused_embed_norm in the code of the model, for the first norm",
-        architectures=_V32,
+    _code(SPARSE_MODELS, _LATENTS, "fused_norm_rope"),
+    _code(
+        _V32, quantised("rms_norm"), "fused_embed_norm", ", for the first norm", ranks="one",
         drafts=frozenset({"DeepseekV32MTP", "Dots3NoteMTP"}),
-        ranks="one",
-        kept=True,
     ),
-    Code(
-        fusions=("mla_dual_rms_norm",),
-        by="fused_q_kv_rmsnorm in the code of the model",
-        architectures=_GLM5_NEXT | {"KimiK3ForConditionalGeneration"},
-    ),
-    Code(
-        fusions=("add_rms_norm",),
-        by="FlashInfer's op for the add and the norm (gemma_fused_add_rmsnorm), in the code of the model",
-        architectures=_M3,
-    ),
-    Code(
-        fusions=("qk_norm_rope",),
-        by="fused_minimax_m3_qknorm_rope_kv_insert in the code of the model",
-        architectures=_M3,
-        kept=True,
-    ),
-    Code(
-        fusions=("add_rms_norm", *quantised("add_rms_norm", "rms_norm")),
-        by="apply_step5_add_rms_norm in the code of the model where its stream is in float32, and else an add by itself",
-        architectures=_STEP5,
-        kept=True,
-    ),
-    Code(
-        fusions=("qk_norm_rope",),
-        by="fused_qknorm_rope_cache in the code of the model",
-        architectures=_STEP5,
-        kept=True,
-    ),
-    Code(
-        fusions=("qk_norm_rope",),
-        by="fused_qk_rmsnorm_rope_gate in the code of the model, the gate with it",
-        architectures=frozenset({"AliceAIForCausalLM"}),
-        vendor="nvidia",
-        kept=True,
-    ),
-    Code(
-        fusions=("qk_norm_rope",),
-        by="qsa_prepare in the code of the model, the gate and the indexer's with it",
-        architectures=frozenset({"Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"}),
-        vendor="nvidia",
-        kept=True,
-    ),
-    Code(
-        fusions=("qk_norm_rope",),
-        by="beam_qk_norm_rope in the code of the model",
-        architectures=frozenset({"BeamForCausalLM"}),
-        kept=True,
-    ),
-    Code(
-        fusions=quantised("silu_mul"),
-        by="beam_silu_mul in the code of the model, without the quantisation",
-        architectures=frozenset({"BeamForCausalLM"}),
-        kept=True,
-    ),
-    Code(
-        fusions=("add_rms_norm", *quantised("add_rms_norm", "rms_norm")),
-        by="attn_res in the code of the model",
-        architectures=frozenset({"KimiK3ForConditionalGeneration"}),
-        drafts=frozenset({"KimiK3MTP"}),
-        kept=True,
-    ),
+    _code([*_GLM5_NEXT, *_K3], _LATENTS[:1], "fused_q_kv_rmsnorm", kept=False),
+    _code(_M3, _STREAM[:1], "FlashInfer's op for the add and the norm (gemma_fused_add_rmsnorm),", kept=False),
+    _code(_M3, _ROPED, "fused_minimax_m3_qknorm_rope_kv_insert"),
+    _code(_STEP5, _STREAM, "apply_step5_add_rms_norm", _IN_FLOAT32),
+    _code(_STEP5, _ROPED, "fused_qknorm_rope_cache"),
+    _code(_ALICE, _ROPED, "fused_qk_rmsnorm_rope_gate", ", the gate with it", vendor="nvidia"),
+    _code(_QWEN4, _ROPED, "qsa_prepare", ", the gate and the indexer's with it", vendor="nvidia"),
+    _code(_BEAM, _ROPED, "beam_qk_norm_rope"),
+    _code(_BEAM, quantised("silu_mul"), "beam_silu_mul", ", without the quantisation"),
+    _code(_K3, _STREAM, "attn_res", drafts=frozenset({"KimiK3MTP"})),
     *(
-        Code(
-            fusions=(fusion,),
-            by=f"{function} in the code of the model{NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add",
-            architectures=architectures,
-            ranks="several",
-            vendor="nvidia",
-            kept=kept,
-        )
-        for function, architectures in REDUCES.items()
-        for fusion, kept in (*((each, False) for each in _REDUCTIONS), ("add_rms_norm", True))
+        _code(models, fusions, function, _NO_WORKSPACE, kept, ranks="several", vendor="nvidia")
+        for function, models in REDUCES.items()
+        for fusions, kept in ((_REDUCTIONS, False), (_STREAM[:1], True))
     ),
-)
+)  # fmt: skip
 """What models do that vLLM runs without compiling them; later rows are the more special ones."""
 
-_KIMI = frozenset({"KimiK3ForConditionalGeneration", "KimiLinearForCausalLM"})
-COPIED = _KIMI | {"AliceAIForCausalLM"}
+_KIMI = frozenset([*_K3, "KimiLinearForCausalLM"])
+COPIED = _KIMI.union(_ALICE)
 """Whose delta nets norm inside of an op, which copies the result out of itself before a linear reads it."""
 
 SHARED_APART = _STEP5 | {"Dots3NoteForCausalLM"}
@@ -311,17 +206,11 @@ BY_ITSELF = frozenset({"MiniCPM3ForCausalLM", "HYV4ForCausalLM", "Dots3NoteForCa
 
 NO_WRAPPER = f"vLLM's code of this model has no {CLASS[1]}"
 
+_IN_LOGITS = "vLLM applies the final norm of this model in compute_logits, apart from the residual add"
+_IN_DRAFT = "vLLM's code of this draft adds the residual by itself, and calls the final norm with the sum"
 APART = {
-    **{
-        architecture: {
-            FINAL: "vLLM applies the final norm of this model in compute_logits, apart from the residual add"
-        }
-        for architecture in sorted(_KIMI | _STEP5)
-    },
-    **{
-        draft: {FINAL: "vLLM's code of this draft adds the residual by itself, and calls the final norm with the sum"}
-        for draft in ("DeepSeekMTP", "Glm4MoeLiteMTP")
-    },
+    **{architecture: {FINAL: _IN_LOGITS} for architecture in sorted(_KIMI | _STEP5)},
+    **{draft: {FINAL: _IN_DRAFT} for draft in ("DeepSeekMTP", "Glm4MoeLiteMTP")},
     "KimiK3MTP": {FINAL: "vLLM does it: its own op for the add and the norm, in the code of this draft"},
 }
 """Architecture, or class of a draft -> role -> why no chain stands there in vLLM's code."""
@@ -354,25 +243,21 @@ INSTEAD = "naming the fusion takes it instead"
 
 def compiled(place: Place, switched: Mapping[str, bool] | None = None) -> Engine:
     """What vLLM does as it compiles a model; the arguments are those of `by_passes`."""
-    does = by_passes(place, switched)
+    does = {name: f"vLLM does it: {by}; {INSTEAD}" for name, by in by_passes(place, switched).items()}
+    return _engine(place, does=does, does_groups=GROUPS[place.vendor])
+
+
+def _engine(place: Place, **more: Any) -> Engine:
+    switch = block_switch() if place.vendor == "nvidia" else None
     return Engine(
         name="vllm",
-        does={name: f"vLLM does it: {by}; {INSTEAD}" for name, by in does.items()},
         experts=EXPERTS,
         shared_in_turn=is_set(SHARED_IN_TURN),
-        block_linears=_block_linears(place),
-        inside=_inside(place),
+        block_linears=None if switch is None else BLOCK_LINEARS[switch],
+        inside=None if place.vendor == "nvidia" else "vLLM has such linears on NVIDIA GPUs alone",
         linears={},
+        **more,
     )
-
-
-def _block_linears(place: Place) -> str | None:
-    switch = block_switch() if place.vendor == "nvidia" else None
-    return None if switch is None else BLOCK_LINEARS[switch]
-
-
-def _inside(place: Place) -> str | None:
-    return None if place.vendor == "nvidia" else "vLLM has such linears on NVIDIA GPUs alone"
 
 
 def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: Iterable[str]) -> Engine:
@@ -406,18 +291,6 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
         refuses |= dict.fromkeys(quantised("gated_rms_norm"), copied)
     no_mla = why_no_mla(architectures) or (None if BY_ITSELF.isdisjoint(architectures) else NO_WRAPPER)
     if no_mla is not None:
-        for name in ("mla_dual_rms_norm", *quantised("mla_dual_rms_norm")):
-            refuses[name] = f"{no_mla}, and calls each of their norms by itself"
-    return Engine(
-        name="vllm",
-        uncompiled=reason,
-        refuses=refuses,
-        does=does,
-        keeps=keeps,
-        experts=EXPERTS,
-        shared_apart=not SHARED_APART.isdisjoint(architectures),
-        shared_in_turn=is_set(SHARED_IN_TURN),
-        block_linears=_block_linears(place),
-        inside=_inside(place),
-        linears={},
-    )
+        refuses |= dict.fromkeys(_LATENTS, f"{no_mla}, and calls each of their norms by itself")
+    apart = not SHARED_APART.isdisjoint(architectures)
+    return _engine(place, uncompiled=reason, refuses=refuses, does=does, keeps=keeps, shared_apart=apart)

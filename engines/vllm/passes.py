@@ -14,7 +14,7 @@ from ...fusion.match.linears import READERS, Reader
 from ...fusion.planning import Plan
 from ...fusion.rewrite import Pipeline
 from ..process import troubled
-from ..whose import module_of
+from ..whose import kind_of, module_of
 from . import inside, products, scaled_products
 from .few_tokens import looks_inside
 from .host_bound import holds
@@ -118,7 +118,7 @@ def insert(backend: Any, added: FusionPass) -> FusionPass:
     manager = backend.pass_manager
     passes = getattr(manager, "passes", None)
     if not isinstance(passes, list):
-        raise TypeError(f"{type(manager).__module__}.{type(manager).__qualname__} has no list of passes")
+        raise TypeError(f"{'.'.join(kind_of(manager))} has no list of passes")
     standing = next((each for each in passes if isinstance(each, FusionPass)), None)
     if standing is not None and standing.pipeline is added.pipeline:
         return standing
@@ -133,4 +133,4 @@ def caller_of(manager: Any) -> str:
     """The class of a manager of passes, and where its code is from if that is another module."""
     cls, owner = type(manager), module_of(type(manager).__call__)
     patched = "" if owner == cls.__module__ else f", called by {owner}"
-    return f"{cls.__module__}.{cls.__qualname__}{patched}"
+    return f"{'.'.join(kind_of(cls))}{patched}"

@@ -12,16 +12,17 @@ from ...fusion.backends import BackendError
 from ...fusion.config import FusionConfigError
 from ..defaults import in_words, with_block_linears
 from ..hooks import check_source
+from ..mla import NAME
 from ..options import BACKEND, Options, check_backend
-from .decode_facts import CLASS, NAME, SEAM
-from .hooks import HOOKS
+from .decode_facts import SEAM
+from .hooks import HOOKS, PRODUCTS
 from .host import VLLM
 from .seams import SEAMS
 from .switches import BATCH_INVARIANT, BLOCK_LINEARS, INVARIANT, block_switch, is_set
 
 
 def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
-    """Every hook, then every class that a fused op can stand in: its name, what is done there, and what is not as expected.
+    """Every hook, then every class and function that a fused op can stand in, once: its name, what is done there, and what is not as expected.
 
     Args:
         folder: of the package vllm.
@@ -33,10 +34,10 @@ def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
         does = f"{', '.join(seam.fusion for seam in several)}: there in models that vLLM does not compile"
         hooks = (hook for seam in several for hook in (seam.hook, seam.function) if hook is not None)
         yield ":".join(key), does, next(filter(None, (check_source(hook, folder) for hook in hooks)), None)
-    for seam in SEAMS:
-        if seam.reduces and seam.function is not None:
-            does = f"{seam.fusion}: there in models that vLLM does not compile and whose norms are given to it"
-            yield seam.function.place, does, check_source(seam.function, folder)
+    for function in dict.fromkeys(seam.function for seam in SEAMS if seam.reduces and seam.function is not None):
+        several = [seam for seam in SEAMS if seam.function == function]
+        does = f"{', '.join(seam.fusion for seam in several)}: there in models that vLLM does not compile and whose norms are given to it"
+        yield function.place, does, check_source(function, folder)
     for consumer in dict.fromkeys(seam.consumer for seam in SEAMS if seam.consumer is not None):
         yield (
             consumer.hook.place,
@@ -44,7 +45,8 @@ def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
             check_source(consumer.hook, folder),
         )
     problems = (check_source(hook, folder) for hook in SEAM.hooks)
-    yield ":".join(CLASS), f"{NAME} stands there, compiled or not", next(filter(None, problems), None)
+    yield SEAM.hook.place, f"{NAME} stands there, compiled or not", next(filter(None, problems), None)
+    yield from ((hook.place, hook.does, check_source(hook, folder)) for hook in PRODUCTS)
 
 
 def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "broken"], str]:
@@ -66,9 +68,10 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
     asked = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
     wrong = f"vLLM {version} would not start with"
     try:  # the doctor says more of the variables themselves
-        Options().config()
+        (options := Options()).config()
         with suppress(ImportError):  # without torch there is no backend to know
-            check_backend()
+            if not options.off:
+                check_backend()
     except FusionConfigError:
         return "broken", f"{wrong} LAYERFUSE_FUSIONS={asked}, which is refused (below)"
     except BackendError:

@@ -11,21 +11,20 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.errors import LayerfuseError
 from .. import process
 from ..hooks import Hook, HookError, owner_of, stand_at, wrapped_by
 from ..host import enter
 from ..imports import when_imported
-from ..options import KEY, Options, is_off, options_in
-from ..process import leave_alone, once, say_if_untested, say_unknown_variables, troubled
+from ..options import KEY, Options, is_off, misnamed, options_in, unread
+from ..plugins import NotHereError, finish, quietly, stop_if
+from ..process import leave_alone, once, say_if_untested, say_unknown, troubled
 from ..whose import module_of, package
 from .hooks import HOOKS
 from .host import VLLM
@@ -47,10 +46,6 @@ NOTHING_ON = (
     "no fusion is on in vLLM by default here; `layerfuse plan MODEL --engine vllm` says which there are, and "
     """--additional-config '{"layerfuse": {"fusions": ["add_rms_norm"]}}' takes one"""
 )
-
-
-class NotHereError(LayerfuseError, RuntimeError):
-    """`strict` is set, and this vLLM is not what this version of layerfuse knows."""
 
 
 def register() -> None:
@@ -93,16 +88,6 @@ def _say_gone(hook: Hook, problem: str) -> None:
     once(logging.INFO, "layerfuse: %s; nothing %s here", problem, hook.does)
 
 
-@contextmanager
-def _quietly(doing: str, strict: bool = False) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if strict:
-            raise
-        troubled(doing, error)
-
-
 def _argument(function: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
     return inspect.signature(function).bind(*args, **kwargs).arguments[name]
 
@@ -116,8 +101,8 @@ def _at_options(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     config = _argument(original, args, kwargs, "vllm_config")
     given = config.additional_config
     options = options_in(given)
-    with _quietly("reading the environment"):
-        say_unknown_variables()
+    with quietly("reading the environment"):
+        say_unknown((*misnamed(given), *unread(options)))
     fusions = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
     if isinstance(given, dict) and options.fusions is None and fusions:
         # Into vLLM's hash, and to workers on other hosts.
@@ -125,33 +110,23 @@ def _at_options(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _stop_if(strict: bool) -> None:
-    """Where vLLM is left alone.
-
-    Raises:
-        NotHereError: strict.
-    """
-    if strict:
-        raise NotHereError(f"layerfuse is strict, and leaves vLLM {VLLM.version()} alone: {process.this.off}")
-
-
 def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When a model is loaded: plan, and wait for the first call of what vLLM compiles of it."""
     model = original(*args, **kwargs)
     config = _argument(original, args, kwargs, "vllm_config")
     draft = False
-    with _quietly("looking what the model is for"):
+    with quietly("looking what the model is for"):
         draft = _is_draft(original, args, kwargs)
     if draft:
         _check_that_one_was_read(config)  # what it drafts for, which is loaded first
-    with _quietly("taking note of the model"):
+    with quietly("taking note of the model"):
         process.this.read.add(model)
         process.this.know(config.scheduler_config)
     options = Options()
-    with _quietly("reading the options"):
+    with quietly("reading the options"):
         options = options_in(config.additional_config)
     if process.this.off is not None:
-        _stop_if(options.strict)
+        stop_if(options.strict)
         return model
     if options.off:
         once(logging.INFO, "layerfuse: all fusions are switched off")
@@ -160,22 +135,20 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         once(logging.INFO, "layerfuse: %s", NOTHING_ON)
         return model
     say_if_untested()
-    if os.environ.get("LAYERFUSE_SHADOW", "").strip():
-        once(logging.WARNING, "layerfuse: LAYERFUSE_SHADOW is for fusion.compile: inside vLLM nothing is compared")
     if options.says_nothing:
-        with _quietly("asking where defaults come from"):
+        with quietly("asking where defaults come from"):
             _say_where_defaults_come_from()
-    with _quietly("looking for vLLM's modules"):
+    with quietly("looking for vLLM's modules"):
         _say_which_modules_are_gone()
-    with _quietly("planning", options.strict):
+    with quietly("planning", options.strict):
         from .loading import compiled_modules_of
 
         for module, compiled in compiled_modules_of(config, model, options, draft):
             for each in compiled.placements.values():
                 each.put_in()
-            with _quietly("setting apart which steps wait for the host"):
+            with quietly("setting apart which steps wait for the host"):
                 _set_apart(compiled, options)
-            with _quietly("looking at experts"):
+            with quietly("looking at experts"):
                 from . import routed_experts, shared_experts
 
                 shared_experts.put_in(compiled, module)
@@ -186,7 +159,11 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 from ..standing import at_first_call
                 from .seams import SEAMS
 
-                at_first_call(module, compiled, SEAMS, partial(_look_again, module), _finish)
+                at_first_call(module, compiled, SEAMS, partial(_look_again, module), finish)
+            if options.compared:
+                from ..shadowing import compare_calls
+
+                compare_calls(model, compiled, options.compared)
     return model
 
 
@@ -202,12 +179,10 @@ def _set_apart(compiled: CompiledModule, options: Options) -> None:
 def _say_where_defaults_come_from() -> None:
     from vllm.platforms import current_platform
 
-    from ..defaults import measured_elsewhere
+    from ..defaults import say_if_measured_elsewhere
     from .defaults import arch_here
 
-    said = measured_elsewhere("vllm", arch_here(), current_platform.get_device_name(), VLLM.version())
-    if said is not None:
-        once(logging.INFO, "layerfuse: %s", said)
+    say_if_measured_elsewhere(arch_here(), current_platform.get_device_name())
 
 
 def _say_which_modules_are_gone() -> None:
@@ -226,9 +201,7 @@ def _say_which_modules_are_gone() -> None:
 
 def _nothing_on(options: Options, vllm_config: Any) -> bool:
     """Whether nothing was asked for and nothing is on that could find a site: so that what plans is not even imported."""
-    from ...registry.entry_points import entry_points
-
-    if not options.says_nothing or entry_points("layerfuse.fusions", "layerfuse.formats"):
+    if not options.says_nothing:
         return False
     from .defaults import arch_here, may_find_a_site
 
@@ -245,7 +218,7 @@ def _wait_for(module: nn.Module, compiled: CompiledModule) -> None:
     # vLLM gives a class that it compiles a __call__ of its own; classes derived from it have that too.
     cls: Any = next(each for each in type(module).__mro__ if "__call__" in vars(each))
     own = cls.__call__
-    if own.__code__ is not _first_call(own, cls).__code__:  # else it is ours already
+    if inspect.unwrap(own).__code__ is not _first_call(own, cls).__code__:  # else it is ours already
         cls.__call__ = _first_call(own, cls)
 
 
@@ -266,7 +239,8 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
         try:
             from .keys import in_place_of_options
 
-            if not any(isinstance(other, cls) for other in process.this.waiting):
+            last = not any(isinstance(other, cls) for other in process.this.waiting)
+            if last and cls.__call__ is first_call:  # else the shadow check stands around it
                 cls.__call__ = own
             if is_first:
                 _look_again(self, compiled)
@@ -286,7 +260,7 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
         tokens = _tokens(args, kwargs)
         if tokens in compiled.untouched:
             if is_first:
-                with _quietly("keeping what was compiled"):
+                with quietly("keeping what was compiled"):
                     from ..reporting import keep
 
                     keep(compiled)
@@ -295,7 +269,7 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
             return result
         if compiled.active:
             _warm_up(seen, compiled, tokens)
-        _finish(compiled)
+        finish(compiled)
         return result
 
     return first_call
@@ -310,7 +284,7 @@ def _tokens(args: Any, kwargs: Any) -> int:
 
 
 def _look_again(module: nn.Module, compiled: CompiledModule) -> None:
-    with _quietly("looking at the MLA layers again", compiled.strict):
+    with quietly("looking at the MLA layers again", compiled.strict):
         if compiled.look_again():
             from . import routed_experts, shared_experts
 
@@ -322,7 +296,7 @@ def _say_who_passed_by(compiled: CompiledModule, *names: str) -> None:
     """Where vLLM compiled without coming to these hooks: who has put something else in their place since layerfuse stood there."""
     if compiled.from_cache or compiled.pieces or compiled.spoiled is not None:
         return
-    with _quietly("looking who stands at the hooks"):
+    with quietly("looking who stands at the hooks"):
         for hook in HOOKS:
             other = module_of(owner_of(hook, sys.modules[hook.module])[2]) if hook.name in names else "layerfuse"
             if package(other) != "layerfuse":
@@ -334,7 +308,7 @@ def _find_key(compiled: CompiledModule) -> None:
     """Before vLLM looks into its cache: tell it by what key this module is known."""
     if process.this.off is None and compiled.stands:
         compiled.key = uuid.uuid4().hex  # where none can be found, one that no other start has
-        with _quietly("finding the key of the fusions for vLLM's cache", compiled.strict):
+        with quietly("finding the key of the fusions for vLLM's cache", compiled.strict):
             from .keys import key_for
 
             compiled.key = key_for(compiled)
@@ -345,12 +319,14 @@ def _warm_up(seen: dict[Any, None], compiled: CompiledModule, tokens: int) -> No
 
     It has the most tokens; where it was put off, those that vLLM captures by now may be fewer than its graphs were made for.
     """
-    with _quietly("launching kernels for fewer tokens"):
+    with quietly("launching kernels for fewer tokens"):
         from ...fusion.ops.warming import warm_up
+        from ..placement import aside
 
         began = time.perf_counter()
         most = compiled.untouched.start - 1 if compiled.put_off else tokens
-        launches = warm_up(seen, compiled.untouched, tokens, most)
+        with aside():
+            launches = warm_up(seen, compiled.untouched, tokens, most)
         if launches:
             took = time.perf_counter() - began
             VLLM.logger.info(
@@ -374,7 +350,7 @@ def _is_draft(original: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 def _at_loader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When vLLM makes a loader: one with a `load_model` of its own may bring a model past layerfuse."""
     loader = original(*args, **kwargs)
-    with _quietly("looking at a loader"):
+    with quietly("looking at a loader"):
         loader.load_model = partial(_loaded, loader.load_model)
     return loader
 
@@ -382,7 +358,7 @@ def _at_loader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _loaded(load_model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     model = load_model(*args, **kwargs)
     config = None
-    with _quietly("looking at a loaded model"):
+    with quietly("looking at a loaded model"):
         if not any(module in process.this.read for module in model.modules()):
             # A loader of another package may name no arguments.
             config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
@@ -419,13 +395,13 @@ def _say_not_read(config: Any) -> None:
         NotHereError: strict, and it was.
     """
     options, how = Options(), ""
-    with _quietly("asking how the model was loaded"):
+    with quietly("asking how the model was loaded"):
         options = options_in(config.additional_config)
         if process.this.off is None and not options.off and not _nothing_on(options, config):
             format_ = config.load_config.load_format
             how = f"vLLM loaded the model in a way that layerfuse does not know (load_format {format_!r})"
     if process.this.off is not None:
-        _stop_if(options.strict)
+        stop_if(options.strict)
     elif how and options.strict:
         raise NotHereError(f"layerfuse is strict, and {how}")
     elif how:
@@ -440,14 +416,15 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if compiled is not None and compiled.active:
         _add_pass(backend, compiled)
     if compiled is not None and any(each.key for each in compiled.placements.values()):
-        with _quietly("adding mla_decode's passes to vLLM's"):
+        with quietly("adding mla_decode's passes to vLLM's"):
+            from ..mla import NAME
             from . import quantised_latents
             from .decode_beyond import OwnBeyond
-            from .decode_facts import NAME
 
             placed: Any = compiled.placements[NAME]
             if placed.quantised:
-                added = quantised_latents.QuantisedLatents(compiled.untouched, placed.made, compiled.key)
+                own = None if placed.plain else OwnBeyond(compiled.untouched, placed.made, compiled.key)
+                added = quantised_latents.QuantisedLatents(compiled.untouched, placed.made, compiled.key, own)
                 quantised_latents.insert(backend.pass_manager, added)
             if compiled.untouched:
                 backend.pass_manager.passes.insert(0, OwnBeyond(compiled.untouched, placed.made, compiled.key))
@@ -466,7 +443,7 @@ def _add_pass(backend: Any, compiled: CompiledModule) -> None:
     except Exception as error:
         troubled("adding the pass to vLLM's", error)
         compiled.spoiled = f"layerfuse's pass could not be added to vLLM's: {error}"
-        with _quietly("keeping this start out of vLLM's cache"):
+        with quietly("keeping this start out of vLLM's cache"):
             backend.inductor_config["force_disable_caches"] = True
 
 
@@ -476,7 +453,7 @@ def _at_piece(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if compiled is None or not compiled.active:
         return original(*args, **kwargs)
     started = None
-    with _quietly("reading a piece of the graph"):
+    with quietly("reading a piece of the graph"):
         from ..pieces import outline_of
         from .host_bound import holds
 
@@ -488,7 +465,7 @@ def _at_piece(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             outline = outline_of(given["graph"])
             started = compiled.piece_starts(outline, str(tokens))
     result = original(*args, **kwargs)
-    with _quietly("recording a piece of the graph"):
+    with quietly("recording a piece of the graph"):
         if started is not None and not compiled.piece_ends(outline, number, str(tokens), started):
             manager = given["self"]
             manager.cache.pop((tokens, number, manager.compiler.name), None)
@@ -503,17 +480,17 @@ def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     _check_that_one_was_read(vars(_argument(original, args, kwargs, "model")).get("vllm_config"))
     compiled = _running()
     if compiled is not None:
-        with _quietly("naming the folder of Triton's kernels"):
+        with quietly("naming the folder of Triton's kernels"):
             from ..record_cache import name_tritons_folder
 
             name_tritons_folder(compiled.device.index or 0)
     if compiled is None or not compiled.active:
         return original(*args, **kwargs)
     known = forced = os.environ.get(FORCED) == "1"
-    with _quietly("looking for the report that was kept"):
+    with quietly("looking for the report that was kept"):
         known = compiled.look_beside(Path(_argument(original, args, kwargs, "aot_compilation_path")), forced)
     loaded = original(*args, **kwargs) if known else None
-    with _quietly("reading the report that was kept"):
+    with quietly("reading the report that was kept"):
         if loaded is None:
             compiled.forget()
         else:
@@ -527,19 +504,8 @@ def _at_metadata(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     config = given["vllm_config"]
     if process.this.off is None and not is_off(config.additional_config):
-        with _quietly("checking the attention metadata"):
+        with quietly("checking the attention metadata"):
             from .attention import say
 
             say(given["self"], given["layer_names"], config)
     return result
-
-
-def _finish(compiled: CompiledModule) -> None:
-    """After the first call: say what became of the plan, and in `strict` raise where that is not what it should be."""
-    if process.this.off is not None:
-        _stop_if(compiled.strict)
-        return
-    with _quietly("reporting", compiled.strict):
-        from ..reporting import publish
-
-        publish(compiled)

@@ -18,12 +18,13 @@ from ...fusion.match.linears import FoundLinear, Reader, turned
 from ...fusion.match.values import same_shape, value
 from ...fusion.ops.linear import BLOCK
 from ..native import NotNativeError, native_function
+from ..ops import define_op
 from ..whose import module_of
-from . import inside
+from . import hooks, inside
 from .readers import PRODUCT
 
 _KERNELS = "vllm.model_executor.kernels.linear.scaled_mm"
-DEEP_GEMM = f"{_KERNELS}.deep_gemm"
+DEEP_GEMM = hooks.DEEP_GEMM.module
 """vLLM's module that defines the op."""
 
 
@@ -34,9 +35,11 @@ def cutlass(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor
     return out
 
 
-_LIBRARY = torch.library.Library("layerfuse_vllm", "FRAGMENT")
-_LIBRARY.define("block_product_cutlass(Tensor values, Tensor scales, Tensor weight, Tensor weight_scale) -> Tensor")
-_LIBRARY.impl("block_product_cutlass", cutlass, "CompositeExplicitAutograd")
+BEYOND_BY_CUTLASS = define_op(
+    "layerfuse_vllm",
+    "block_product_cutlass(Tensor values, Tensor scales, Tensor weight, Tensor weight_scale) -> Tensor",
+    cutlass,
+)
 
 
 def _by_deep_gemm(call: Call) -> FoundLinear | None:
@@ -50,8 +53,8 @@ def _by_cutlass(call: Call) -> FoundLinear | None:
     """_C::cutlass_scaled_mm(out, a, b, a_scales, b_scales, bias)."""
     if call[5] is not None:
         return None
-    beyond = "layerfuse_vllm::block_product_cutlass"
-    return _product(call, call[1], call[3], turned(call[2]), turned(call[4]), beyond, call.results.get(0))
+    turned_back = turned(call[2]), turned(call[4])
+    return _product(call, call[1], call[3], *turned_back, BEYOND_BY_CUTLASS, call.results.get(0))
 
 
 def _product(

@@ -17,6 +17,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ..process import troubled
 from . import decode_ops, inside
+from .decode_beyond import OwnBeyond
 from .decode_ops import Layer
 from .host_bound import holds
 from .passes import AFTER, FusionPass
@@ -25,9 +26,11 @@ from .passes import AFTER, FusionPass
 class QuantisedLatents(InductorPass):  # type: ignore[misc]
     """A pass of vLLM's for all but these numbers of tokens, in a module of this key (`keys.key_for`)."""
 
-    def __init__(self, untouched: range, made: Iterable[Layer], key: str) -> None:
+    def __init__(self, untouched: range, made: Iterable[Layer], key: str, own: OwnBeyond | None = None) -> None:
         self.untouched = untouched
         self.key = key
+        self.own = own
+        "What puts vLLM's own ops where nothing is quantised, as the plain form is off; None: it stands there."
         self.rounds = {layer.rounds for layer in made} - {None}
         "Of the scales: each layer was tried out with one of these alone."
 
@@ -44,6 +47,8 @@ class QuantisedLatents(InductorPass):  # type: ignore[misc]
                         _quantise(graph, latents, product, given)
         except Exception as error:
             troubled("quantising mla_decode's query latents in a graph", error)
+        if self.own is not None:
+            self.own(graph)
 
     def uuid(self) -> str:
         """Changes with all of layerfuse's code and what it plans in the module."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...adapters.activation_quant import ActivationQuant
 from ...adapters.linear_quant import quantiser_of
-from ..handover import Reader, Wanted, why_products_apart, why_quantised_apart
+from ..handover import Reader, Wanted, static_scale, why_products_apart, why_quantised_apart
 from ..hooks import Hook
 from ..native import native, native_methods
+from ..whose import kind_of
 from . import inside
 
 PRODUCT = "apply_block_scaled_mm"
@@ -31,19 +32,16 @@ def reader_of(linear: Any, quant: ActivationQuant, quantiser: Hook) -> Reader | 
         NotNativeError: what runs there is not vLLM's own code.
     """
     place = quantiser_of(linear)
-    cls = type(place)
     if quant.inside:
-        if cls.__module__ != inside.KERNELS or inside.why_not() is not None:
+        if type(place).__module__ != inside.KERNELS or inside.why_not() is not None:
             return None
         make = partial(_product, place, quant.use_ue8m0)
         return Reader(place=place, method=PRODUCT, make=make, stood=native_methods((place, PRODUCT)))
-    scale = linear._parameters.get("input_scale") if quant.scheme == "static" else None
-    absent = quant.scheme == "static" and (scale is None or scale.numel() != 1)
-    if absent or (cls.__module__, cls.__qualname__) != (quantiser.module, quantiser.path.partition(".")[0]):
+    scale, known = static_scale(linear, quant.scheme)
+    if not known or kind_of(place) != quantiser.cls:
         return None
-    return Reader(
-        place=place, method="forward", make=partial(_quantiser, place, scale), stood=native(place), scale=scale
-    )
+    make = partial(_quantiser, place, scale)
+    return Reader(place=place, method="forward", make=make, stood=native(place), scale=scale)
 
 
 def _quantiser(place: Any, static: Tensor | None, wanted: Wanted) -> Callable[..., Any]:

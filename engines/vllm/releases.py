@@ -12,6 +12,8 @@ from attrs import frozen
 from ...adapters.errors import LayerfuseError, cut, shown
 from ...fusion.engine import Engine
 from ...fusion.target import Target
+from ..mla import SPARSE_MODELS
+from ..seams import quantised
 from . import native_fusions
 from .decode_facts import planned
 from .switches import BATCH_INVARIANT, INVARIANT, block_switch, is_set
@@ -37,13 +39,14 @@ class Release:
     "Archs of GPUs on which it asks FlashInfer's op first for linears with fp8 weights in blocks of 128, which quantises inside of itself."
 
 
-_EVERYWHERE = (
+_EVERYWHERE = {
     "add_rms_norm",
     "gated_rms_norm",
-    *native_fusions.quantised("add_rms_norm", "rms_norm", "gated_rms_norm", "silu_mul"),
-)
+    *quantised("add_rms_norm", "rms_norm", "gated_rms_norm", "silu_mul"),
+}
+_FROM_033 = "mla_dual_rms_norm", "all_reduce_add_rms_norm"
 
-_NOWHERE = ("BambaForCausalLM", "Olmo2ForCausalLM", "SmolLM3ForCausalLM", "SolarOpenForCausalLM", "YoutuForCausalLM")
+_NOWHERE = {"BambaForCausalLM", "Olmo2ForCausalLM", "SmolLM3ForCausalLM", "SolarOpenForCausalLM", "YoutuForCausalLM"}
 """Architectures that no release has code of its own for."""
 
 RELEASES = {
@@ -53,27 +56,13 @@ RELEASES = {
             name="0.26",
             breakable=frozenset(),
             seams=frozenset(_EVERYWHERE),
-            without=frozenset({*_NOWHERE, "KimiK3ForConditionalGeneration"}),
+            without=frozenset(_NOWHERE | {"KimiK3ForConditionalGeneration"}),
         ),
         Release(
             name="0.33",
-            breakable=frozenset(
-                {
-                    "DeepseekV32ForCausalLM",
-                    "GlmMoeDsaForCausalLM",
-                    "KimiK3ForConditionalGeneration",
-                    "KimiLinearForCausalLM",
-                }
-            ),
-            seams=frozenset(
-                {
-                    *_EVERYWHERE,
-                    "all_reduce_add_rms_norm",
-                    "mla_dual_rms_norm",
-                    *native_fusions.quantised("mla_dual_rms_norm", "all_reduce_add_rms_norm"),
-                }
-            ),
-            without=frozenset({*_NOWHERE, "CwmForCausalLM", "SeedOssForCausalLM"}),
+            breakable=SPARSE_MODELS | {"KimiK3ForConditionalGeneration", "KimiLinearForCausalLM"},
+            seams=frozenset(_EVERYWHERE.union(_FROM_033, quantised(*_FROM_033))),
+            without=frozenset(_NOWHERE | {"CwmForCausalLM", "SeedOssForCausalLM"}),
             inside=frozenset({"sm90"}),
         ),
     )

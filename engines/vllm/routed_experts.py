@@ -20,24 +20,14 @@ from torch import nn
 from ...fusion.catalog.few_token_linear import ROUTED, tokens_of
 from ...fusion.ops.linear import BLOCK
 from ..compiled_module import CompiledModule
-from ..hooks import Hook, HookError, check
+from ..hooks import HookError, check
 from ..linears import AtSeams
 from ..native import Native, NotNativeError, native_function, native_methods
 from ..placement import is_looked_at
 from ..process import once
 from ..trial import possible, raised, why_apart
+from .hooks import EXPERTS as APPLY
 
-METHODS = "vllm.model_executor.layers.fused_moe.experts."
-APPLY = Hook(
-    name="seam",
-    module=f"{METHODS}triton_moe",
-    path="TritonExperts.apply",
-    takes=(
-        "self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map",
-        "a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta", "apply_router_weight_on_input",
-    ),
-    others="none",
-)  # fmt: skip
 ROUNDS = "vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"
 """What says whether vLLM rounds the scales of activations up to powers of two."""
 GONE = "layerfuse: few tokens of routed experts are vLLM's own from now on: %s"

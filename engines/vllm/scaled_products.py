@@ -16,6 +16,7 @@ from ...fusion.match.calls import Call
 from ...fusion.match.linears import FoundLinear, Reader, is_parameter, scaled_product, turned
 from ...fusion.match.values import value
 from ...fusion.rewrite.layouts import Made
+from ..ops import define_op
 
 
 def _cutlass(
@@ -26,15 +27,12 @@ def _cutlass(
     return out
 
 
-_LIBRARY = torch.library.Library("layerfuse_vllm", "FRAGMENT")
-BEYOND: dict[torch.dtype, str] = {}
+_SCHEMA = "(Tensor values, Tensor scales, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor"
+BEYOND = {
+    dtype: define_op("layerfuse_vllm", f"scaled_product_{name}{_SCHEMA}", partial(_cutlass, dtype))
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"))
+}
 """The op that takes more tokens than few, by the dtype of its result."""
-for _dtype, _name in ((torch.bfloat16, "scaled_product_bfloat16"), (torch.float16, "scaled_product_float16")):
-    _LIBRARY.define(
-        f"{_name}(Tensor values, Tensor scales, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor"
-    )
-    _LIBRARY.impl(_name, partial(_cutlass, _dtype), "CompositeExplicitAutograd")
-    BEYOND[_dtype] = f"layerfuse_vllm::{_name}"
 
 
 def _read(call: Call) -> FoundLinear | None:

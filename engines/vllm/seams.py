@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
 from ..hooks import Hook
-from ..seams import Consumer, Seam
+from ..seams import Consumer, Seam, quantised, seams_at
 
 if TYPE_CHECKING:
     from ...adapters.activation_quant import ActivationQuant
@@ -20,16 +18,10 @@ _PRODUCT = "vllm.model_executor.layers.activation"
 _K3 = "vllm.models.kimi_k3.nvidia.mla"
 _M3 = "vllm.models.minimax_m3.nvidia.model"
 _V32 = "vllm.models.deepseek_v32.nvidia.model"
-_FUNCTION = "fused_q_kv_rmsnorm"
-_TAKES = ("qr", "kv", "q_weight", "kv_weight", "eps")
-_QUANTISER = Hook(
-    name="seam",
-    module="vllm.model_executor.layers.quantization.input_quant_fp8",
-    path="QuantFP8.forward_native",
-    takes=("self", "x", "scale", "scale_ub"),
+_QUANTISER = Hook.of(
+    "vllm.model_executor.layers.quantization.input_quant_fp8:QuantFP8.forward_native(self, x, scale, scale_ub)",
     others="optional",
 )
-_SCHEMES = ("static", "per_token", "group")
 
 
 def _reader(linear: Any, quant: ActivationQuant) -> Reader | None:
@@ -42,68 +34,25 @@ LINEARS = Consumer(hook=_QUANTISER, reader=_reader)
 """The fp8 linears of vLLM's: in blocks and not."""
 
 
-def _norm(fusion: str, module: str, name: str, second: str, method: str = "forward_native", **more: Any) -> Seam:
-    takes = ("self", "x", second)
-    hook = Hook(name="seam", module=module, path=f"{name}.{method}", takes=takes, others="optional")
-    return Seam(fusion=fusion, hook=hook, **more)
+def _at(fusions: tuple[str, ...], written: str, others: str = "optional", **more: Any) -> tuple[Seam, ...]:
+    return seams_at(Hook.of(written, others=others), fusions, LINEARS, **more)
 
 
-def _quantised(fusion: str, make: Any, *args: Any, **more: Any) -> tuple[Seam, ...]:
-    """The same place for a chain with the quantisation of the linears behind it."""
-    return tuple(make(f"{fusion}_{scheme}_quant", *args, consumer=LINEARS, **more) for scheme in _SCHEMES)
+def _latents(cls: str, **more: Any) -> tuple[Seam, ...]:
+    """A layer that gives both of its norms to one function."""
+    takes = "fused_q_kv_rmsnorm(qr, kv, q_weight, kv_weight, eps)"
+    source = "vllm.models.common.ops.fused_qk_rmsnorm:fused_q_kv_rmsnorm"
+    function = Hook.of(f"{cls.partition(':')[0]}:{takes}", others="none", source=source)
+    names = "mla_dual_rms_norm", *quantised("mla_dual_rms_norm")
+    return _at(names, f"{cls}.forward(self, positions, hidden_states)", "any", function=function, **more)
 
 
-def _product(fusion: str, name: str, *takes: str, **more: Any) -> Seam:
-    hook = Hook(name="seam", module=_PRODUCT, path=f"{name}.forward_native", takes=(*takes, "x"), others="none")
-    return Seam(fusion=fusion, hook=hook, **more)
-
-
-def _stream(name: str, module: str = _NORMS, **more: Any) -> tuple[Seam, ...]:
-    chains = ("add_rms_norm", "rms_norm")
-    several = (seam for chain in chains for seam in _quantised(chain, _norm, module, name, "residual", **more))
-    return _norm("add_rms_norm", module, name, "residual", **more), *several
-
-
-def _latents(fusion: str, module: str, name: str, **more: Any) -> Seam:
-    return Seam(
-        fusion=fusion,
-        hook=Hook(name="seam", module=module, path=f"{name}.forward", takes=("self", "positions", "hidden_states")),
-        function=Hook(
-            name="seam",
-            module=module,
-            path=_FUNCTION,
-            takes=_TAKES,
-            others="none",
-            source=f"vllm.models.common.ops.fused_qk_rmsnorm:{_FUNCTION}",
-        ),
-        **more,
-    )
-
-
-def _both(module: str, name: str, **more: Any) -> tuple[Seam, ...]:
-    return _latents("mla_dual_rms_norm", module, name, **more), *_quantised(
-        "mla_dual_rms_norm", _latents, module, name, **more
-    )
-
-
-def _reduced(
-    fusion: str, module: str, name: str, norms: str, norm: str, source: str, method: str = "forward_native", **more: Any
-) -> Seam:
+def _reduced(norm: str, module: str, name: str, source: str, **more: Any) -> tuple[Seam, ...]:
     """A function that is given what one rank has of a sum, the residual, and a norm."""
-    function = Hook(
-        name="seam",
-        module=module,
-        path=name,
-        takes=("hidden_states", "residual", "norm"),
-        others="none",
-        source=f"{source}.{name}:{name}",
-    )
-    return attrs.evolve(_norm(fusion, norms, norm, "residual", method), function=function, reduces=True, **more)
-
-
-def _reductions(*args: Any, **more: Any) -> tuple[Seam, ...]:
-    name = "all_reduce_add_rms_norm"
-    return _reduced(name, *args, **more), *_quantised(name, _reduced, *args, **more)
+    takes = f"{module}:{name}(hidden_states, residual, norm)"
+    function = Hook.of(takes, others="none", source=f"{source}.{name}:{name}")
+    names = "all_reduce_add_rms_norm", *quantised("all_reduce_add_rms_norm")
+    return _at(names, f"{norm}(self, x, residual)", function=function, reduces=True, **more)
 
 
 def _plain(norm: Any) -> bool:
@@ -118,26 +67,28 @@ def _silu(product: Any) -> bool:
     return (product.alpha, product.beta) == (1.0, 0.0)
 
 
+_STREAM = "add_rms_norm", *quantised("add_rms_norm", "rms_norm")
+_GATED = "gated_rms_norm", *quantised("gated_rms_norm")
+
 SEAMS = (
-    *_stream("RMSNorm", plain=_plain),
-    *_stream("GemmaRMSNorm"),
-    *_stream("MiniMAXGemmaRMSNorm", _M3, method="forward"),
-    _norm("gated_rms_norm", _NORMS, "RMSNormGated", "z", plain=_unbiased),
-    *_quantised("gated_rms_norm", _norm, _NORMS, "RMSNormGated", "z", plain=_unbiased),
+    *_at(_STREAM, f"{_NORMS}:RMSNorm.forward_native(self, x, residual)", plain=_plain),
+    *_at(_STREAM, f"{_NORMS}:GemmaRMSNorm.forward_native(self, x, residual)"),
+    *_at(_STREAM, f"{_M3}:MiniMAXGemmaRMSNorm.forward(self, x, residual)"),
+    *_at(_GATED, f"{_NORMS}:RMSNormGated.forward_native(self, x, z)", plain=_unbiased),
     # In Kimi's delta nets vLLM copies what the norm gives before a linear reads it: nothing can be handed over.
-    _norm("gated_rms_norm", _KDA, "FusedRMSNormGated", "g", plain=lambda norm: norm.weight is not None),
-    *_quantised("silu_mul", _product, "SiluAndMul"),  # in 0.26 and 0.33 a static method
-    *_quantised("silu_mul", _product, "SiluAndMulWithClamp", "self", plain=_silu),
-    *_both(_MLA, "MultiHeadLatentAttentionWrapper", switch="fuse_qkv_rmsnorm"),
-    *_both(_K3, "MultiHeadLatentAttention"),
-    *_reductions(_V32, "fused_allreduce_rms_norm", _NORMS, "RMSNorm", "vllm.models.common.ops", plain=_plain),
-    *_reductions(
-        _M3,
-        "fused_allreduce_gemma_rms_norm",
-        _M3,
-        "MiniMAXGemmaRMSNorm",
-        "vllm.model_executor.layers",
-        method="forward",
+    *_at(
+        _GATED[:1], f"{_KDA}:FusedRMSNormGated.forward_native(self, x, g)", plain=lambda norm: norm.weight is not None
+    ),
+    # In 0.26 and 0.33 a static method.
+    *_at(quantised("silu_mul"), f"{_PRODUCT}:SiluAndMul.forward_native(x)", "none"),
+    *_at(quantised("silu_mul"), f"{_PRODUCT}:SiluAndMulWithClamp.forward_native(self, x)", "none", plain=_silu),
+    *_latents(f"{_MLA}:MultiHeadLatentAttentionWrapper", switch="fuse_qkv_rmsnorm"),
+    *_latents(f"{_K3}:MultiHeadLatentAttention"),
+    *_reduced(
+        f"{_NORMS}:RMSNorm.forward_native", _V32, "fused_allreduce_rms_norm", "vllm.models.common.ops", plain=_plain
+    ),
+    *_reduced(
+        f"{_M3}:MiniMAXGemmaRMSNorm.forward", _M3, "fused_allreduce_gemma_rms_norm", "vllm.model_executor.layers"
     ),
 )
 """Every place. The fused op of a site is that of the plan; a norm is the site's own module."""

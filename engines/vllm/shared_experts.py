@@ -29,14 +29,13 @@ from ..linears import AtSeams
 from ..native import Native, NotNativeError, native_methods
 from ..process import once
 from ..standing import Standing
-from ..whose import module_of
+from ..whose import kind_of, module_of
 from . import inside
+from .hooks import SHARED
 from .readers import PRODUCT
 from .seams import SEAMS
 
 CLASS = "vllm.model_executor.layers.fused_moe.runner.shared_experts", "SharedExperts"
-TAKES = ("self", "A", "B", "As", "Bs")
-"""What a kernel's product takes."""
 GONE = "layerfuse: a linear of shared experts is vLLM's own from now on: %s"
 
 
@@ -125,10 +124,10 @@ def why_not(vllm_config: Any, kernel: Any) -> str | None:
     if vllm_config.lora_config is not None:
         return "LoRA may add to them"
     if cls.__module__ != inside.KERNELS:
-        return f"{cls.__module__}.{cls.__qualname__} is no kernel of {inside.KERNELS}"
+        return f"{'.'.join(kind_of(cls))} is no kernel of {inside.KERNELS}"
     takes = tuple(inspect.signature(getattr(cls, PRODUCT)).parameters)
-    if takes != TAKES:
-        return f"{cls.__qualname__}.{PRODUCT} takes {', '.join(takes)}, and not {', '.join(TAKES)}"
+    if takes != SHARED.takes:
+        return f"{cls.__qualname__}.{PRODUCT} takes {', '.join(takes)}, and not {', '.join(SHARED.takes)}"
     if PRODUCT in vars(kernel):
         return f"{PRODUCT} of this {cls.__qualname__} is from {module_of(vars(kernel)[PRODUCT])}"
     try:

@@ -74,13 +74,9 @@ class Backend:
         return None
 
     def steps(self, case: Any) -> tuple[int, ...]:
-        """The numbers of tokens above which a case is launched in another way, which a warm-up has to touch: by the kernel's rule, or its own."""
+        """The numbers of tokens above which a case is launched in another way, which a warm-up has to touch: by the kernel's rule."""
         path = self.kernel and self.kernel.steps
-        return imported(path)(case) if path else self.own_steps(case)
-
-    def own_steps(self, case: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """`steps` of kernels that say nothing of it."""
-        return ()
+        return imported(path)(case) if path else ()
 
     def settings(self, case: Any) -> str:  # noqa: ARG002
         """What else decides how a case runs, line by line: for an op of several ranks they must be alike on all."""
@@ -136,8 +132,12 @@ def _read(name: str, load: Callable[[], Any]) -> type[Backend]:
     return found
 
 
-def kernels_for(op: str) -> Iterator[Kernel]:
-    """The kernels that packages' backends have for an op that they did not declare."""
-    for found in installed().values():
-        if not isinstance(found, BackendError) and op in found.kernels:
-            yield found.kernels[op]
+def kernels_for(op: Op) -> Iterator[Kernel]:
+    """The kernels that packages' backends have for an op that they did not declare; a warning of those that do not take its arguments."""
+    for name, found in installed().items():
+        if isinstance(found, BackendError) or op.name not in found.kernels:
+            continue
+        if why := found.kernels[op.name].why_not_for(op):
+            warnings.warn(f"backend {name!r} is left out of {op.name}: {why}", RuntimeWarning, stacklevel=2)
+        else:
+            yield found.kernels[op.name]

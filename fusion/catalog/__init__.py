@@ -12,15 +12,15 @@ import pkgutil
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import chain, starmap
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from ...adapters.errors import FOREIGN, UnknownNameError, did_you_mean, said, shown
 from ...registry.entry_points import of_group, unusable
-from ..chain import COLLECTIVE, FAMILY, Fusion, FusionError
+from ..chain import COLLECTIVE, FAMILY, Fusion
 from ..formats import FORMATS
-from ..kernel_source import why_absent
 
 if TYPE_CHECKING:
     from importlib import metadata
@@ -34,21 +34,11 @@ def canonical() -> tuple[str, ...]:
     return "rms_norm", *(form.op for form in FORMATS.values())
 
 
-class FusionPluginError(FusionError):
-    """A plugin whose fusions cannot be used. `plugin` is its entry point, `package` the distribution."""
-
-    def __init__(self, plugin: str, package: str, problem: str) -> None:
-        self.plugin = plugin
-        self.package = package
-        self.problem = problem
-        super().__init__(unusable(plugin, package, problem))
-
-
 class UnknownFusionError(UnknownNameError, KeyError):
     """No fusion has this name. `known` holds the names of the catalog."""
 
     def __str__(self) -> str:
-        others = did_you_mean(self.name, self.known) or f". `layerfuse bench --list` lists all {len(self.known)}."
+        others = did_you_mean(self.name, self.known) or ". `layerfuse bench --list` lists all."
         return f"no fusion is called {shown(self.name)}{others}"
 
 
@@ -59,27 +49,24 @@ def built_in() -> Iterator[Fusion]:
     yield from sorted(found, key=lambda fusion: (-fusion.length, fusion.name))
 
 
-def of_plugin(point: metadata.EntryPoint, package: str) -> tuple[Fusion, ...]:
-    """The fusions that one entry point declares.
-
-    Raises:
-        FusionPluginError: it cannot be imported, is no fusion, or names a kernel that is not there.
-    """
+def of_plugin(point: metadata.EntryPoint, package: str) -> tuple[Fusion, ...] | str:
+    """The fusions that one entry point declares, or why they cannot be taken: it cannot be imported, is no fusion, or names a kernel that is not there or takes other arguments."""
     try:
         content: Any = point.load()
-    except FOREIGN as error:  # a plugin may fail in any way
-        raise FusionPluginError(point.name, package, f"importing raised {said(error)}") from error
-    try:
         several = tuple(content) if isinstance(content, list | tuple) else (content,)
-    except FOREIGN as error:  # the object may be anything, and break as it likes
-        raise FusionPluginError(point.name, package, f"reading it raised {said(error)}") from error
+    except FOREIGN as error:  # a plugin may fail in any way
+        return f"reading it raised {said(error)}"
     if not all(isinstance(each, Fusion) for each in several):
-        raise FusionPluginError(point.name, package, f"expected a Fusion or a list of them, got {shown(content)}")
+        return f"expected a Fusion or a list of them, got {shown(content)}"
     for fusion in several:
-        own = (kernel for kernel in fusion.backends if kernel not in (*FAMILY, *COLLECTIVE))
-        absent = next(filter(None, (why_absent(path) for kernel in own for path in kernel.paths)), None)
-        if absent is not None:
-            raise FusionPluginError(point.name, package, f"a kernel of {fusion.name}: {absent}")
+        own = [kernel for kernel in fusion.backends if kernel not in (*FAMILY, *COLLECTIVE)]
+        # A kernel that refuses cases need not take what other forms have more.
+        each = (
+            (kernel, form.op) for kernel in own for form in fusion.forms if not kernel.refuses or form.op is fusion.op
+        )
+        why = next(filter(None, (kernel.why_not_for(op) for kernel, op in each)), None)
+        if why is not None:
+            return f"a kernel of {fusion.name}: {why}"
     return tuple(attrs.evolve(fusion, owner=package, entry_point=point.name) for fusion in several)
 
 
@@ -106,18 +93,6 @@ def clash(fusion: Fusion, other: Fusion) -> str | None:
     return None
 
 
-def add(fusions: dict[str, Fusion], fusion: Fusion) -> None:
-    """Take in one more fusion.
-
-    Raises:
-        FusionError: it clashes with one of them; the message names both owners.
-    """
-    reason = next(filter(None, (clash(fusion, other) for other in fusions.values())), None)
-    if reason is not None:
-        raise FusionError(f"{reason}.")
-    fusions[fusion.name] = fusion
-
-
 def _taken(fusion: Fusion) -> str | None:
     """Why a fusion's ops cannot be called as they are: another op of layerfuse is, which is no fusion's."""
     from ..latent_ops import MLA
@@ -130,34 +105,24 @@ def _taken(fusion: Fusion) -> str | None:
     return None
 
 
-def _of_plugins(known: tuple[Fusion, ...]) -> tuple[list[Fusion], list[FusionPluginError]]:
-    """What entry points add to the known fusions, and those that are refused: of two that clash neither wins."""
-    read: list[tuple[metadata.EntryPoint, str, tuple[Fusion, ...]]] = []
-    refused: list[FusionPluginError] = []
+def _of_plugins(known: tuple[Fusion, ...]) -> tuple[list[Fusion], dict[tuple[str, str], str]]:
+    """What entry points add to the known fusions, and why those that are refused are: of two that clash neither wins."""
+    read: dict[tuple[str, str], tuple[Fusion, ...]] = {}
+    refused: dict[tuple[str, str], str] = {}
     for point, package in of_group(GROUP):
-        try:
-            read.append((point, package, of_plugin(point, package)))
-        except FusionPluginError as error:
-            refused.append(error)
-    added: list[Fusion] = []
-    for point, package, fusions in read:
-        others = [*known, *(other for _, _, several in read if several is not fusions for other in several)]
-        problem = next(
-            filter(
-                None,
-                (
-                    reason
-                    for i, fusion in enumerate(fusions)
-                    for reason in (_taken(fusion), *(clash(fusion, other) for other in (*others, *fusions[:i])))
-                ),
-            ),
-            None,
-        )
-        if problem is None:
-            added += fusions
+        found = of_plugin(point, package)
+        if isinstance(found, str):
+            refused[point.name, package] = found
         else:
-            refused.append(FusionPluginError(point.name, package, problem))
-    return added, refused
+            read[point.name, package] = found
+    every = [*known, *chain.from_iterable(read.values())]
+    for key, fusions in read.items():
+        others = ((fusion, other) for fusion in fusions for other in every if other is not fusion)
+        problem = next(filter(None, (*map(_taken, fusions), *starmap(clash, others))), None)
+        if problem is not None:
+            refused[key] = problem
+    added = [fusion for key, fusions in read.items() if key not in refused for fusion in fusions]
+    return added, {key: unusable(*key, problem) for key, problem in refused.items()}
 
 
 class Catalog(Mapping[str, Fusion]):
@@ -165,7 +130,7 @@ class Catalog(Mapping[str, Fusion]):
 
     def __init__(self) -> None:
         self._fusions: dict[str, Fusion] | None = None
-        self._refused: tuple[FusionPluginError, ...] = ()
+        self._refused: dict[tuple[str, str], str] = {}
         self._lock = threading.RLock()
 
     def _all(self) -> dict[str, Fusion]:
@@ -174,25 +139,25 @@ class Catalog(Mapping[str, Fusion]):
                 if self._fusions is None:
                     # That none of these clash is a test's to say: their ops would all be composed for it here.
                     found = {fusion.name: fusion for fusion in built_in()}
-                    added, refused = _of_plugins(tuple(found.values()))
-                    self._fusions, self._refused = found | {fusion.name: fusion for fusion in added}, tuple(refused)
-                    for error in refused:
-                        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+                    added, self._refused = _of_plugins(tuple(found.values()))
+                    self._fusions = found | {fusion.name: fusion for fusion in added}
+                    for sentence in self._refused.values():
+                        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
         return self._fusions
 
     @property
-    def refused(self) -> tuple[FusionPluginError, ...]:
-        """The entry points that cannot be used, and why."""
+    def refused(self) -> Mapping[tuple[str, str], str]:
+        """Why entry points cannot be used, by their names and packages."""
         self._all()
         return self._refused
 
     def refuse(self, fusion: Fusion, problem: str) -> None:
         """Leave out another package's fusion of which something was found only later, with a warning."""
-        error = FusionPluginError(fusion.entry_point, fusion.owner, problem)
+        sentence = unusable(fusion.entry_point, fusion.owner, problem)
         with self._lock:
             self._fusions = {name: other for name, other in self._all().items() if name != fusion.name}
-            self._refused = (*self._refused, error)
-        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+            self._refused[fusion.entry_point, fusion.owner] = sentence
+        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
 
     def check(self, name: str) -> None:
         """Refuse a name that no fusion has.
@@ -218,7 +183,7 @@ class Catalog(Mapping[str, Fusion]):
     def forget(self) -> None:
         """Read again when next asked: for tests that install a package."""
         with self._lock:
-            self._fusions, self._refused = None, ()
+            self._fusions, self._refused = None, {}
 
 
 FUSIONS = Catalog()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from ...adapters.linear_specs import weight_spec
 from ...adapters.specs import ExpertsSpec
-from ..chain import Experts, Fusion, Linear
+from ..chain import Experts, Fusion, Linear, TokenLimit
 from ..engine import Engine
-from ..limits import TokenLimit
 from ..linear_ops import (
     BLOCK_SCALED_EXPERTS,
     BLOCK_SCALED_LINEAR,

@@ -19,11 +19,12 @@ FUSIONS = (
     ),
     Fusion(
         name="mla_decode_group_quant",
-        doc="the same, with the query latent quantised in groups in the launch of its norms, for the fp8 linear that reads it",
+        doc="mla_decode with the query latent quantised in groups in the launch of its norms, for the fp8 linear that reads it",
         level=2,
         roles=(DECODE,),
         chain=(QuantisedDecode(op=MLA_NORM_ROPE_CACHE_GROUP_QUANT),),
         opt_in=True,
+        form_of="mla_decode",
         nowhere="there is a place for it in MLA layers that vLLM compiles alone",
     ),
 )

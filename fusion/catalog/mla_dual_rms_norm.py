@@ -5,38 +5,18 @@ Both inputs may be column ranges of one down-projection's output; nothing is wri
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import attrs
 
 from ..chain import Fusion, Norm, quantised
 from ..compose import op_of
 from ..formats import FP8
+from ..kernel_source import later
 from ..sites import LATENTS
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CHAIN = (
     Norm.of("q", "the query latent"),
     Norm.of("kv", "the key/value latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)"),
 )
-
-
-def reference(
-    q: Tensor,
-    kv: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    q_epsilon: float,
-    kv_epsilon: float,
-    q_weight_offset: float,
-    kv_weight_offset: float,
-) -> tuple[Tensor, Tensor]:
-    """Each norm by itself, accumulated in float32 and rounded once: with a way of its own for a single row."""
-    from ..ops.norm import normalise
-
-    return normalise(q, q_weight, q_epsilon, q_weight_offset), normalise(kv, kv_weight, kv_epsilon, kv_weight_offset)
 
 
 FUSIONS = (
@@ -46,7 +26,7 @@ FUSIONS = (
         level=1,
         roles=(LATENTS,),
         chain=CHAIN,
-        op=attrs.evolve(op_of("mla_dual_rms_norm", CHAIN), reference=reference),
+        op=attrs.evolve(op_of("mla_dual_rms_norm", CHAIN), reference=later("layerfuse.fusion.ops.norm:normalise_both")),
     ),
     *quantised(
         name="mla_dual_rms_norm_{}_quant",

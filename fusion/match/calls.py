@@ -107,20 +107,12 @@ def _functionalised_v2(node: Node) -> Call:
         given[schema.arguments[position].name] = bases[base]
         after = parts.get(first + base)
         if f"{prefix}_size" in node.kwargs or f"{prefix}_slice_dim" in node.kwargs:
+            # Of a view that lies as its base does torch says `alias`, and neither of the two.
             after = _view_after(node, prefix, after)
-            if not _is_whole(node, prefix, value(bases[base])):
-                views.add(position)
+            views.add(position)
         if after is not None:
             results[position] = after
     return evolve(_call(node, schema, given, parts, results), parts=frozenset(views))
-
-
-def _is_whole(node: Node, prefix: str, base: Any) -> bool:
-    """Whether an argument lies as its base does."""
-    size, stride, offset = (node.kwargs.get(f"{prefix}_{part}") for part in ("size", "stride", "storage_offset"))
-    if not isinstance(size, list | tuple) or not isinstance(stride, list | tuple) or offset != base.storage_offset():
-        return False
-    return same_shape(_numbers(size), base.shape) and same_shape(_numbers(stride), base.stride())
 
 
 def _numbers(sizes: list[Any] | tuple[Any, ...]) -> list[Any]:

@@ -202,24 +202,17 @@ def _torch_group(group: Any) -> str:
     raise Unmatched(f"the graph holds the process group as {group!r:.60}, and the fused op takes its name")
 
 
-def _group_of(engine: str, state_module: str) -> Callable[[Any], str]:
-    """From an engine's own name of a group to the one in torch.distributed. The engine is never imported."""
+def _vllm_group(name: Any) -> str:
+    """From vLLM's own name of a group to the one in torch.distributed. vLLM is never imported."""
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    if state is None:
+        raise Unmatched(f"{name!r} is a group of vLLM's, whose parallel_state is not loaded in this process")
+    reference = state._groups.get(name)
+    group = None if reference is None else reference()
+    if group is None:
+        raise Unmatched(f"vLLM has no group called {name!r}; known: {', '.join(state._groups) or 'none'}")
+    return str(group.device_group.group_name)
 
-    def torch_group(name: Any) -> str:
-        state = sys.modules.get(state_module)
-        if state is None:
-            raise Unmatched(f"{name!r} is a group of {engine}'s, whose parallel_state is not loaded in this process")
-        reference = state._groups.get(name)
-        group = None if reference is None else reference()
-        if group is None:
-            raise Unmatched(f"{engine} has no group called {name!r}; known: {', '.join(state._groups) or 'none'}")
-        return str(group.device_group.group_name)
-
-    return torch_group
-
-
-_vllm_group = _group_of("vLLM", "vllm.distributed.parallel_state")
-_sglang_group = _group_of("SGLang", "sglang.srt.distributed.parallel_state")
 
 ALL_REDUCES: dict[str, AllReduceOp] = {
     # torch.distributed.all_reduce, functional collectives and DTensor's redistribution from Partial to Replicate.
@@ -227,8 +220,5 @@ ALL_REDUCES: dict[str, AllReduceOp] = {
     "_c10d_functional::all_reduce_": AllReduceOp(reduce=1, group=2, group_name=_torch_group, in_place=True),
     # vllm/distributed/parallel_state.py
     "vllm::all_reduce": AllReduceOp(group=1, group_name=_vllm_group),
-    # sglang/srt/distributed/parallel_state.py; its in-place op is for groups without any communicator of its own
-    "sglang::outplace_all_reduce": AllReduceOp(group=1, group_name=_sglang_group),
-    "sglang::flashinfer_allreduce": AllReduceOp(group=1, group_name=_sglang_group),
 }
 """The all-reduces that graphs hold."""

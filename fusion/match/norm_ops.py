@@ -36,10 +36,8 @@ class NormOp(NamedTuple):
     "The argument that is added, where it is given."
     total: int | None = None
     "The result that is the sum."
-    offset: float = 0.0
-    "What the op adds to the weight."
     offset_at: int | None = None
-    "The argument that says so."
+    "The argument that says what the op adds to the weight."
     whole: int | None = None
     "An argument that is None, or the width in a list, where the norm is over all of the last dimension."
     quant: OneOp | None = None
@@ -83,11 +81,6 @@ NORM_OPS: dict[str, NormOp] = {
         residual=6, total=6, quant=OneOp(_tokens, source=1, scales=3)
     ),
     "_C::rms_norm_per_block_quant": _QUANTISED._replace(residual=6, total=6, quant=OneOp(_groups, source=1, scales=3)),
-    # sgl-kernel's csrc/common_extension.cc
-    "sgl_kernel::rmsnorm": _INTO,
-    "sgl_kernel::gemma_rmsnorm": _INTO._replace(offset=1.0),
-    "sgl_kernel::fused_add_rmsnorm": _IN_PLACE,
-    "sgl_kernel::gemma_fused_add_rmsnorm": _IN_PLACE._replace(offset=1.0),
 }
 """The ops by qualified name."""
 
@@ -104,7 +97,7 @@ def _found(call: Call, form: NormOp) -> FoundNorm | None:
     out = call.node if form.out is None else call.results.get(form.out)
     if out is None or width is None or not isinstance(factor, torch.Tensor) or not isinstance(epsilon, float | int):
         return None
-    offset = form.offset if form.offset_at is None else call[form.offset_at]
+    offset = 0.0 if form.offset_at is None else call[form.offset_at]
     if offset == 0.0 and (stored := _stored(weight, factor)) is not None:
         weight, offset = stored, 1.0
     whole = None if form.whole is None else call[form.whole]

@@ -18,8 +18,8 @@ from .index import GraphIndex
 from .provenance import ROW_PRESERVING
 from .values import last_width, same_shape, value
 
-ONE_OP = ("_C::silu_and_mul", "_C::silu_and_mul_with_clamp", "sgl_kernel::silu_and_mul")
-"""Ops of vLLM and SGLang that write `silu(gate) * up` into a buffer, with gate and up as the halves of one tensor."""
+ONE_OP = ("_C::silu_and_mul", "_C::silu_and_mul_with_clamp")
+"""Ops of vLLM that write `silu(gate) * up` into a buffer, with gate and up as the halves of one tensor."""
 
 
 @frozen(kw_only=True, eq=False)

@@ -102,10 +102,6 @@ def _aiter_per_tensor(given: _Arguments) -> Described | str:
     return "it has one scale for the whole tensor" if given["is_dynamic"] else Described(static=True)
 
 
-def _sglang_per_tensor(given: _Arguments) -> Described | str:
-    return Described(static=True) if given["is_static"] else "it has one scale for the whole tensor"
-
-
 def _aiter_per_token(given: _Arguments) -> Described | str:
     return Described() if given.get("scale") is None else "its scale is given, not taken from the values"
 
@@ -131,23 +127,13 @@ def _vllm_ir_group(given: _Arguments) -> Described | str:
 
 
 def _writes_groups(given: _Arguments) -> Described | str:
-    """Of vLLM's and SGLang's ops, `(input, output_q, output_s, group_size, eps, smallest, largest, scale_ue8m0, ...)`."""
+    """Of vLLM's op, `(input, output_q, output_s, group_size, eps, smallest, largest, scale_ue8m0, ...)`."""
     size, eps, smallest, largest, ue8m0 = [*given.values()][3:8]
-    if given.get("fuse_silu_and_mul") or given.get("masked_m") is not None:
-        return "it multiplies or masks what it quantises"
     if not is_number(eps, SMALLEST_AMAX):
         return f"it raises the largest magnitude of a group to {eps:g}, and the fused op to {SMALLEST_AMAX:g}"
     if smallest != -largest:
         return f"it clamps to {smallest:g} and {largest:g}, and the fused op to the same on both sides"
     return Described(size, None, bool(ue8m0), float(largest))
-
-
-def _sglang_groups(given: _Arguments) -> Described | str:
-    if given["fuse_silu_and_mul"] or given["masked_m"] is not None or given["sorted_token_ids"] is not None:
-        return "it multiplies, masks or sorts what it quantises"
-    if given["scale_ue8m0"]:
-        return "it packs four scales that are powers of two into one whole number"
-    return Described(given["group_size"], None)
 
 
 def _writes_tokens(given: _Arguments) -> Described | str:
@@ -160,13 +146,6 @@ def _writes_static(given: _Arguments) -> Described | str:
     if given.get("group_shape") is not None and [*given["group_shape"]] != [-1, -1]:
         return f"its scales are given for blocks of {tuple(given['group_shape'])}, and the fused op takes one scale"
     return Described(static=True, largest_fnuz=224.0)
-
-
-def _flashinfer_fp4(given: _Arguments) -> Described | str:
-    """Of FlashInfer's `fp4_quantize`, as SGLang wraps it (srt/layers/quantization/fp4_utils.py)."""
-    if given["sf_vec_size"] != 16 or given["sf_use_ue8m0"] or given["global_scale"] is None:
-        return "it quantises to fp4 with other scales than NVFP4 has"
-    return _EIGHT_ROWS if given["is_sf_8x4_layout"] else _nvfp4("is_sf_swizzled_layout")(given)
 
 
 def _refused(reason: str) -> Read:
@@ -182,40 +161,32 @@ def _nvfp4(swizzled: str) -> Read:
     return lambda given: Described(fixed="nvfp4", swizzled=bool(given[swizzled]))
 
 
-_EIGHT_ROWS = "its scales lie in tiles of 8 x 4, and the fused op's of 128 x 4"
-_E8M0 = "it gives its exponents as float8_e8m0fnu, rounded up, and the fused op as uint8"
-
 ONE_OP_QUANTS: dict[str, OneOp] = {
     **{name: _as_ours(form) for form in FORMATS.values() for name in (f"layerfuse::{form.op}", *form.ops)},
     "vllm::mxfp8_quantize": OneOp(_vllm_mxfp8),  # quantization/utils/mxfp8_utils.py
     # csrc/libtorch_stable/quantization/fp4, and csrc/libtorch_stable/torch_bindings.cpp; _custom_ops.py calls the second.
     "_C::scaled_fp4_quant": OneOp(_nvfp4("is_sf_swizzled_layout"), scale=1),
     "_C::scaled_fp4_quant.out": OneOp(_nvfp4("is_sf_swizzled_layout"), values=3, scales=4, scale=1),
-    "vllm::flashinfer_nvfp4_quantize": OneOp(_refused(_EIGHT_ROWS)),
-    "sglang::flashinfer_fp4_quantize": OneOp(_flashinfer_fp4, scale=1),
-    "vllm::xpu_mxfp8_quantize": OneOp(_refused(_E8M0)),
-    "vllm::xpu_mxfp4_quantize": OneOp(_refused(_E8M0)),
+    "vllm::flashinfer_nvfp4_quantize": OneOp(
+        _refused("its scales lie in tiles of 8 x 4, and the fused op's of 128 x 4")
+    ),
     "vllm::quant_dequant_mxfp4": OneOp(_refused("it gives the values that MXFP4 would stand for, and not MXFP4")),
     # AITER's HIP kernels round MXFP4's exponents up; torchao/prototype/mx_formats/kernels.py.
     "aiter::dynamic_per_group_scaled_quant_fp4": OneOp(
         _refused("it rounds the exponents of MXFP4 up, and the fused op amax"), source=1, values=0, scales=2
     ),
-    "torchao::triton_to_mxfp8_dim0": OneOp(_refused(_E8M0)),
+    "torchao::triton_to_mxfp8_dim0": OneOp(
+        _refused("it gives its exponents as float8_e8m0fnu, rounded up, and the fused op as uint8")
+    ),
     "vllm::rocm_aiter_per_token_quant": OneOp(_aiter_per_token),
     "vllm::rocm_aiter_group_fp8_quant": OneOp(_aiter_group),
     "vllm::rocm_aiter_per_tensor_quant": OneOp(_aiter_per_tensor, source=1, scales=2, scale=2),
     "vllm_ir::dynamic_quant_fp8": OneOp(_vllm_ir),
     "vllm_ir::dynamic_group_quant_fp8": OneOp(_vllm_ir_group),
-    # vLLM's csrc/libtorch_stable; SGLang's sgl-kernel and kernels/ops/quantization.
+    # vLLM's csrc/libtorch_stable
     "_C::per_token_group_fp8_quant": OneOp(_writes_groups, source=0, values=1, scales=2),
     "_C::dynamic_per_token_scaled_fp8_quant": OneOp(_writes_tokens, source=1, values=0, scales=2),
     "_C::static_scaled_fp8_quant": OneOp(_writes_static, source=1, values=0, scales=None, scale=2),
-    "sgl_kernel::sgl_per_token_group_quant_8bit": OneOp(_writes_groups, source=0, values=1, scales=2),
-    "sgl_kernel::sgl_per_token_quant_fp8": OneOp(_writes_tokens, source=0, values=1, scales=2),
-    "sglang::per_token_group_quant_8bit_v2": OneOp(_writes_groups, source=0, values=1, scales=2),
-    "sglang::per_token_group_quant": OneOp(_sglang_groups, source=0, values=1, scales=2),
-    "sglang::per_token_quant_fp8": OneOp(_writes_tokens, source=0, values=1, scales=2),
-    "sglang::per_tensor_quant_fp8": OneOp(_sglang_per_tensor, source=0, values=1, scales=2, scale=2),
 }
 """Quantisations that are one op, by qualified name. Nothing is imported for an engine's op."""
 

@@ -9,7 +9,6 @@ from .errors import UnknownReleaseError as UnknownReleaseError
 from .groups import LayerGroup as LayerGroup
 from .groups import group_layers as group_layers
 from .heads import MLAHeadPlan as MLAHeadPlan
-from .heads import how_padded as how_padded
 from .heads import plan_heads as plan_heads
 from .native import releases_named as releases_named
 from .plan import MLAMetadataPlan as MLAMetadataPlan

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import field, frozen
+from attrs import asdict, field, frozen
 
 from ...adapters.arguments import check_counts, check_flags, expect
 from ...adapters.specs import MLAKernelSpec, MLASpec
@@ -50,9 +50,6 @@ class MLAHeadPlan:
     "Query heads that reach the decode: those of this rank, times the decode-context-parallel degree if it is above 1."
     kernel_heads: int = field()
     "What the kernel, the metadata and every buffer are sized for."
-    how: How = field()
-    """native: nothing is padded. repeat: each head kernel_heads / num_heads times, head by head. tile: all heads over
-    and over, cut at kernel_heads."""
     fold: int = 1
     "Groups of 16 heads into which the decode folds the query, in the releases that have no kernel of this width."
     reason: str
@@ -63,10 +60,12 @@ class MLAHeadPlan:
         if value < self.num_heads:
             raise ValueError(f"kernel_heads: {value} cannot hold num_heads {self.num_heads}")
 
-    @how.validator
-    def _fits(self, _: Any, value: How) -> None:
-        if value != how_padded(self.num_heads, self.kernel_heads):
-            raise ValueError(f"how: {value!r} does not lead from {self.num_heads} to {self.kernel_heads} heads")
+    @property
+    def how(self) -> How:
+        """native: nothing is padded. repeat: each head kernel_heads / num_heads times, head by head. tile: all heads over and over, cut at kernel_heads."""
+        if self.num_heads == self.kernel_heads:
+            return "native"
+        return "tile" if self.kernel_heads % self.num_heads else "repeat"
 
     @property
     def times(self) -> int:
@@ -77,6 +76,10 @@ class MLAHeadPlan:
     def waste(self) -> float:
         """Share of the kernel's heads whose result is thrown away, 0 to 1."""
         return 1 - self.num_heads / self.kernel_heads
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self) | {"how": self.how}
 
     def pad_query(self, q: Tensor, out: Tensor | None = None) -> Tensor:
         """The query as the kernel takes it: (tokens, num_heads, dim) to (tokens, kernel_heads, dim).
@@ -142,14 +145,6 @@ class MLAHeadPlan:
         return f"{self.num_heads} -> {self.kernel_heads}, {how}"
 
 
-def how_padded(num_heads: int, kernel_heads: int) -> How:
-    """The way from one head count to another: repeat where it divides, tile where it does not."""
-    check_counts(num_heads=num_heads, kernel_heads=kernel_heads)
-    if num_heads == kernel_heads:
-        return "native"
-    return "tile" if kernel_heads % num_heads else "repeat"
-
-
 def check_layer(spec: object, target: object) -> None:
     """Refuse what is no MLA layer's spec, or no target.
 
@@ -211,7 +206,6 @@ def plan_heads(
     return MLAHeadPlan(
         num_heads=heads,
         kernel_heads=kernel_heads,
-        how=how_padded(heads, kernel_heads),
         fold=kernel_heads // FOLD if folds else 1,
         reason=why + (f", folded to {kernel_heads // FOLD} groups of {FOLD}" if folds else ""),
     )

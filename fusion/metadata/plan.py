@@ -115,7 +115,7 @@ class MLAMetadataPlan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
-            "heads": attrs.asdict(self.heads),
+            "heads": self.heads.to_dict(),
             "target": self.target.to_dict(),
             "releases": str(self.releases),
             "case": attrs.asdict(self.case),

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 from attrs import field, frozen
 
 from ...adapters.specs import MLAKernelSpec, MLASpec
 from ..backends.aiter.releases import OLDEST, ReleaseRange, is_after
 from .buffers import BufferSpec, largest, specs_of, total_bytes
 from .dtypes import Dtype
-from .heads import MLAHeadPlan, how_padded
+from .heads import MLAHeadPlan
 from .sizes import ps_metadata_shapes
 
 REDUCES = (
@@ -48,7 +47,7 @@ class PrefillPlan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
-            "heads": attrs.asdict(self.heads),
+            "heads": self.heads.to_dict(),
             "max_query_length": self.max_query_length,
             "buffers": [buffer.to_dict() for buffer in self.buffers],
             "scratch": [buffer.to_dict() for buffer in self.scratch],
@@ -81,7 +80,6 @@ def plan_prefill(
         heads=MLAHeadPlan(
             num_heads=spec.num_local_heads,
             kernel_heads=count,
-            how=how_padded(spec.num_local_heads, count),
             reason=f"the reduction of {releases.first} supports {', '.join(map(str, known))} heads",
         ),
         max_query_length=length,

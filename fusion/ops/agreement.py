@@ -17,6 +17,9 @@ import torch.distributed as dist
 from ...adapters.errors import LayerfuseError
 from .groups import process_group
 
+MOST_SHOWN = 8
+"""Of what one rank decided and others did not."""
+
 
 class RankDisagreementError(LayerfuseError, RuntimeError):
     """Ranks of one process group decided differently. `decisions` holds what each rank decided, in the order of the ranks."""
@@ -41,11 +44,15 @@ def _differences(decisions: Sequence[str]) -> list[tuple[str, str]]:
     """What only some ranks decided, with those ranks."""
     several = [text.splitlines() for text in decisions]
     common = set.intersection(*map(set, several))
-    ranks: dict[str, list[str]] = {}
+    ranks: dict[tuple[str, ...], list[str]] = {}
     for rank, lines in enumerate(several):
-        own = "; ".join(line for line in lines if line not in common) or "none of what the others have beside"
-        ranks.setdefault(own, []).append(str(rank))
-    return [(text, ", ".join(numbers)) for text, numbers in ranks.items()]
+        ranks.setdefault(tuple(line for line in lines if line not in common), []).append(str(rank))
+    return [(_shortened(own), ", ".join(numbers)) for own, numbers in ranks.items()]
+
+
+def _shortened(own: tuple[str, ...]) -> str:
+    more = [f"and {len(own) - MOST_SHOWN} more"] if len(own) > MOST_SHOWN else []
+    return "; ".join([*own[:MOST_SHOWN], *more]) or "none of what the others have beside"
 
 
 TIMEOUT = timedelta(minutes=10)

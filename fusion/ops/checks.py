@@ -222,50 +222,24 @@ def _bias(op: Op, argument: declare.Bias, bias: Any, values: Values) -> Iterator
 # ---- scales ----------------------------------------------------------------------------------------------------------
 
 
-def _scales(name: str, scales: Tensor, beside: Tensor, wanted: str, contiguous: bool = True) -> Iterator[str]:
-    """`wanted`: the shape that they should have, with what it is of; empty where they have it."""
-    if wanted:
-        yield f"{name} must be {wanted}; got {tuple(scales.shape)}"
-    if scales.dtype != torch.float32 or scales.device != beside.device:
-        yield f"{name} must be torch.float32 on {beside.device}, got {scales.dtype} on {scales.device}"
-    if contiguous and not scales.is_contiguous():
-        yield f"{name} has strides {tuple(scales.stride())}; pass {name}.contiguous()"
+def _scales(
+    shapes: Callable[[Tensor], list[tuple[int, ...]]], says: str, *, dense: bool = True, one: bool = False
+) -> Problems:
+    """Of float32 scales. `shapes`: from what they scale to the shapes that they may have, which `says` puts in words; `one`: or one element."""
 
+    def problems(_: Op, argument: Any, scales: Any, values: Values) -> Iterator[str]:
+        name, of, scaled = argument.name, argument.of, values[argument.of]
+        if not (one and _is_one(scales)) and tuple(scales.shape) not in (known := shapes(scaled)):
+            wanted = (
+                f"{' or '.join(map(str, known))}, {says} {of} {tuple(scaled.shape)}{', or one element' if one else ''}"
+            )
+            yield f"{name} must be {wanted}; got {tuple(scales.shape)}"
+        if scales.dtype != torch.float32 or scales.device != scaled.device:
+            yield f"{name} must be torch.float32 on {scaled.device}, got {scales.dtype} on {scales.device}"
+        if dense and not scales.is_contiguous():
+            yield f"{name} has strides {tuple(scales.stride())}; pass {name}.contiguous()"
 
-def _block_scales(_: Op, argument: declare.BlockScales, scales: Any, values: Values) -> Iterator[str]:
-    of, weight = argument.weight, values[argument.weight]
-    shape = scales_shape(weight)
-    wanted = f"{shape}, one per 128 x 128 of {of} {tuple(weight.shape)}" if tuple(scales.shape) != shape else ""
-    return _scales(argument.name, scales, weight, wanted)
-
-
-def _row_scales(_: Op, argument: declare.RowScales, scales: Any, values: Values) -> Iterator[str]:
-    of, x = argument.of, values[argument.of]
-    shape = scale_shape(x.shape[:-1], x.shape[-1], BLOCK)
-    wanted = f"{shape}, one per 128 columns of {of} {tuple(x.shape)}" if tuple(scales.shape) != shape else ""
-    return _scales(argument.name, scales, x, wanted, contiguous=False)
-
-
-def _token_scales(_: Op, argument: declare.TokenScales, scales: Any, values: Values) -> Iterator[str]:
-    x, wanted = values[argument.of], ""
-    if not _is_one(scales) and tuple(scales.shape) != (shape := (*x.shape[:-1], 1)):
-        wanted = f"{shape}, one per token of {argument.of} {tuple(x.shape)}, or one element"
-    return _scales(argument.name, scales, x, wanted, contiguous=False)
-
-
-def _channel_scales(_: Op, argument: declare.ChannelScales, scales: Any, values: Values) -> Iterator[str]:
-    weight, wanted = values[argument.weight], ""
-    columns = len(weight)
-    if not _is_one(scales) and tuple(scales.shape) not in ((columns,), (columns, 1), (1, columns)):
-        wanted = f"({columns},), ({columns}, 1) or (1, {columns}), or one element"
-    return _scales(argument.name, scales, weight, wanted)
-
-
-def _expert_scales(_: Op, argument: declare.ExpertScales, scales: Any, values: Values) -> Iterator[str]:
-    weights, wanted = values[argument.weights], ""
-    if weights.dim() == 3 and tuple(scales.shape) != (shape := (len(weights), *scales_shape(weights[0]))):
-        wanted = f"{shape}, one per 128 x 128 of {argument.weights} {tuple(weights.shape)}"
-    return _scales(argument.name, scales, weights, wanted)
+    return problems
 
 
 def _is_one(scales: Tensor) -> bool:
@@ -347,12 +321,16 @@ _PROBLEMS: dict[type[Argument], Problems] = {
     declare.HeadWeight: _head_weight,
     declare.LinearWeight: _linear_weight,
     declare.Bias: _bias,
-    declare.BlockScales: _block_scales,
-    declare.RowScales: _row_scales,
-    declare.TokenScales: _token_scales,
-    declare.ChannelScales: _channel_scales,
+    declare.BlockScales: _scales(lambda weight: [scales_shape(weight)], "one per 128 x 128 of"),
+    declare.RowScales: _scales(
+        lambda x: [scale_shape(x.shape[:-1], x.shape[-1], BLOCK)], "one per 128 columns of", dense=False
+    ),
+    declare.TokenScales: _scales(lambda x: [(*x.shape[:-1], 1)], "one per token of", dense=False, one=True),
+    declare.ChannelScales: _scales(
+        lambda weight: [(len(weight),), (len(weight), 1), (1, len(weight))], "one per row of", one=True
+    ),
     declare.ExpertWeights: _expert_weights,
-    declare.ExpertScales: _expert_scales,
+    declare.ExpertScales: _scales(lambda weights: [(len(weights), *scales_shape(weights[0]))], "one per 128 x 128 of"),
     declare.RouterWeights: _router,
     declare.ExpertIds: _router,
     declare.Output: _output,

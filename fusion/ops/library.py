@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...adapters.errors import ArgumentValueError, did_you_mean, shown
 from .. import backends, declare
 from ..backends.backend import backend_of, kernels_for
 from ..declare import Argument, Kernel, Op, Result, Rows
@@ -44,7 +45,7 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
     # instead of laying out a copy.
     _LIBRARY.define(op.schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
     backends.register(backends.Backend(op=op))
-    for kernel in reversed((*kernels, *kernels_for(name))):
+    for kernel in reversed((*kernels, *kernels_for(op))):
         backends.register(backend_of(op, kernel))
     groups = [place for place, argument in enumerate(op.args) if isinstance(argument, declare.GroupName)]
     check, fake, case, signature = checker(op), fake_of(op), case_maker(op), signature_maker(op)
@@ -136,8 +137,10 @@ def declared(name: str) -> Op:
     """The declaration of an op that is defined.
 
     Raises:
-        KeyError: none is called that.
+        ArgumentValueError: none is called that.
     """
+    if name not in _defined:
+        raise ArgumentValueError(f"no op is called {shown(name)}{did_you_mean(name, _defined)}")
     return _defined[name]
 
 

@@ -14,10 +14,10 @@ from .quantisation import quantise_static
 from .rope import slots_used, turn, write_entries
 
 
-def norm_rope_cache(form: Format | None, args: tuple[Any, ...], options: tuple[Any, ...] = ()) -> Any:
+def norm_rope_cache(form: Format | None, *args: Any) -> Any:
     """`mla_norm_rope_cache`, all arguments by position, with the query latent quantised by further options or not."""
     q, kv, k_rope, q_weight, kv_weight, q_epsilon, kv_epsilon, cos, sin, positions, slots, cache, scale = args[:13]
-    q_offset, kv_offset, pairs = args[13:]
+    q_offset, kv_offset, pairs, *options = args[13:]
     normed = normalise(q, q_weight, q_epsilon, q_offset)
     latent = normalise(kv, kv_weight, kv_epsilon, kv_offset).reshape(-1, kv.shape[-1])
     layout = layout_of(cache, kv.shape[-1], k_rope.shape[-1], kv.dtype)
@@ -30,7 +30,7 @@ def norm_rope_cache(form: Format | None, args: tuple[Any, ...], options: tuple[A
 def norm_rope_cache_into(*args: Any) -> None:
     """`mla_norm_rope_cache_into`."""
     *given, q_out = args
-    q_out.copy_(norm_rope_cache(None, tuple(given)))
+    q_out.copy_(norm_rope_cache(None, *given))
 
 
 def query_concat(q_latent: Tensor, q_rope: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str) -> Tensor:

@@ -53,6 +53,13 @@ def normalise(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 
     return wide.to(x.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
+def normalise_both(
+    q: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, *options: float
+) -> tuple[Tensor, Tensor]:
+    """Of an MLA layer's two latents, each norm by itself: with a way of its own for a single row. `options`: both epsilons, both offsets."""
+    return normalise(q, q_weight, *options[::2]), normalise(kv, kv_weight, *options[1::2])
+
+
 # A call on a CPU tensor takes about a microsecond however small the tensor is; for few rows that is all of the time.
 
 

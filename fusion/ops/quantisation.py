@@ -212,9 +212,6 @@ def quantise_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
 NVFP4_COLUMNS = 16
 """Columns per scale of NVFP4."""
 
-NVFP4_LARGEST = 448.0 * 6.0
-"""The largest value of NVFP4, times `global_scale`: of a scale times that of e2m1."""
-
 
 def quantise_nvfp4(values: Tensor, global_scale: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
     """NVFP4: two e2m1 values per byte, uint8 (..., width / 2), and float8_e4m3fn scales (..., width / 16).

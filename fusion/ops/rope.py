@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..declare import PAIRS
 from .cache_layout import DS_GROUP, layout_of
 from .norm import accumulator
 from .quantisation import quantise, quantise_static
@@ -102,6 +101,8 @@ def write_entries(
     where, latent, rope = slots[used].long(), latent[used], rope[used]
     if layout.form == "fp8_ds_mla":
         values, scales = quantise(latent, torch.float8_e4m3fn, DS_GROUP, False, False)
+        # Of no token they have strides that torch 2.11 does not view as bytes.
+        scales = scales.clone(memory_format=torch.contiguous_format)
         parts = (values, scales, rope.to(torch.bfloat16).contiguous())
         entries = torch.cat([part.view(torch.uint8) for part in parts], -1)
     else:
@@ -113,33 +114,6 @@ def write_entries(
         _bytes(cache)[where // layout.page_size, where % layout.page_size] = _bytes(entries)
 
 
-def read_entries(cache: Tensor, slots: Tensor, latent: int, rope: int, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The entries of slots as they are attended to: (*slots.shape, latent + rope), float32.
-
-    Args:
-        cache: see `cache_layout`.
-        slots: any shape, all of them in the cache.
-        latent: columns of the latent.
-        rope: columns of the rope key.
-        scale: one float32 element: what an fp8 cache's values were divided by.
-        dtype: of the latent.
-    """
-    layout = layout_of(cache, latent, rope, dtype)
-    slots = slots.long()
-    held = _bytes(cache)
-    found = held[slots] if cache.dim() == 2 else held[slots // layout.page_size, slots % layout.page_size]
-    if layout.form != "fp8_ds_mla":
-        values = found.view(cache.dtype).float()
-        return values * scale if layout.form == "fp8" else values
-    values, scales, turned = found.split([latent, latent // DS_GROUP * 4, 2 * rope], -1)
-    factors = scales.contiguous().view(torch.float32).repeat_interleave(DS_GROUP, -1)
-    wide = values.contiguous().view(torch.float8_e4m3fn).float() * factors
-    return torch.cat([wide, turned.contiguous().view(torch.bfloat16).float()], -1)
-
-
 def _bytes(x: Tensor) -> Tensor:
     """fp8 as bytes: torch cannot index all fp8 dtypes on all devices."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
-
-
-__all__ = ["PAIRS", "read_entries", "slots_used", "turn", "turn_heads", "write_entries"]

@@ -23,7 +23,7 @@ from ..report import GraphRecord, Report
 from .attribution import ModuleIndex
 from .driver import Driver
 from .identity import key_of
-from .lowering import LowerCanonicalPass
+from .lowering import lower_canonical
 from .ranks import asks_ranks
 
 _here: weakref.WeakValueDictionary[str, Pipeline] = weakref.WeakValueDictionary()
@@ -49,7 +49,6 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
         self.report = Report(plan) if report is None else report
         self.around = around
         self._driver = Driver(plan, around)
-        self._lower = LowerCanonicalPass()
         self._lock = threading.Lock()
         self._token = uuid.uuid4().hex
         _here[self._token] = self
@@ -79,7 +78,7 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
             number = self.report.graphs
             try:
                 record = self._driver(graph, number, readers)
-                self._lower(graph)
+                lower_canonical(graph)
                 if behind is not None:
                     behind()
             except Exception as error:
@@ -122,4 +121,4 @@ def _again(token: str, plan: Plan) -> Pipeline:
     return Pipeline(plan, None if original is None else original.report)
 
 
-__all__ = ["LowerCanonicalPass", "ModuleIndex", "Pipeline"]
+__all__ = ["ModuleIndex", "Pipeline"]

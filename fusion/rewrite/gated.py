@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default)
 
 
-def bind_gated_norm(bound: Binding, step: GatedNorm) -> None:
+def bind_gated_norm(step: GatedNorm, bound: Binding) -> None:
     """Bind the gated norm of a site.
 
     Raises:
@@ -57,7 +57,7 @@ def bind_gated_norm(bound: Binding, step: GatedNorm) -> None:
         bound.start_sinks_from(_joined(bound, norm, heads * width))
 
 
-def bind_product(bound: Binding, step: SiluMul) -> None:
+def bind_product(step: SiluMul, bound: Binding) -> None:
     """Bind the product of a site.
 
     Raises:

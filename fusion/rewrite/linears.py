@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 UNREAD = "its kernel does not read this weight, its scales or what is multiplied with it as they lie in memory"
 
 
-def bind_linear(bound: Binding, step: Linear) -> None:
+def bind_linear(step: Linear, bound: Binding) -> None:
     """Bind the product of a site.
 
     Raises:

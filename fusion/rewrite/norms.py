@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..steps import Norm
 
 
-def bind_norm(bound: Binding, step: Norm) -> None:
+def bind_norm(step: Norm, bound: Binding) -> None:
     """Bind a norm of a site.
 
     Raises:

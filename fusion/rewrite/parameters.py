@@ -65,9 +65,7 @@ def parameters_of(gm: torch.fx.GraphModule, model: nn.Module | None) -> dict[int
         if argument is not None and isinstance(argument.example, torch.Tensor):
             known = names.get(id(argument.example))
             if known is not None:
-                # A method up to torch 2.9, a property since.
-                source = argument.source.name
-                inner = module_path(source() if callable(source) else source)
+                inner = module_path(argument.source.name)
                 found[position] = Parameter(names=known, position=position, whole=inner in known)
     return found
 

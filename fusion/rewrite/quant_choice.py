@@ -26,7 +26,7 @@ Left = list[tuple[FoundQuant, str]]
 """Those that are not as planned, and why."""
 
 
-def bind_quant(bound: Binding, step: Quant) -> None:
+def bind_quant(step: Quant, bound: Binding) -> None:
     """Bind the quantisation of what the middle of a chain gives.
 
     Raises:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ..steps import AllReduce
 
 
-def bind_all_reduce(bound: Binding, step: AllReduce, into: str) -> None:
-    """Bind the all-reduce of what joins the residual stream, in the place of the sum that the add was bound to. `into`: the stream's argument.
+def bind_all_reduce(step: AllReduce, bound: Binding) -> None:
+    """Bind the all-reduce of what joins the residual stream, in the place of the sum that the add was bound to.
 
     The op stands where the add stood, so an all-reduce that was launched earlier moves behind what lies in between, other
     collectives too. What is decided here follows from the graph alone, and all ranks trace the same one: they go on calling
@@ -28,8 +28,8 @@ def bind_all_reduce(bound: Binding, step: AllReduce, into: str) -> None:
     Raises:
         Unmatched: nothing is reduced there, or it cannot be replaced.
     """
-    found = bound.added
-    if found is None:
+    found, add = bound.added, step.add_of(bound.chain)
+    if found is None or add is None:
         raise Unmatched("no residual add stands behind the all-reduce")
     reduced = find_all_reduce(found)
     _check_group(reduced, bound.use.site.reduced)
@@ -37,7 +37,7 @@ def bind_all_reduce(bound: Binding, step: AllReduce, into: str) -> None:
     check_writes(min(reduced.launches), found.out or min(bound.use.norms[0].nodes))
     residual = bound.now(reduced.residual)
     parts = [_like(bound.now(part), residual) for part in reduced.parts]
-    bound.args |= {step.x: _added(parts), into: residual, step.group: reduced.group}
+    bound.args |= {step.x: _added(parts), add.residual: residual, step.group: reduced.group}
     bound.nodes += reduced.nodes
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..steps import HeadNorm, Rope
 
 
-def bind_head_norm(bound: Binding, step: HeadNorm) -> None:
+def bind_head_norm(step: HeadNorm, bound: Binding) -> None:
     """Bind the norm of a query's or a key's heads.
 
     Raises:
@@ -40,7 +40,7 @@ def bind_head_norm(bound: Binding, step: HeadNorm) -> None:
     bound.nodes += [*norm.nodes, *sources_of(norm.x)]
 
 
-def bind_rope(bound: Binding, step: Rope) -> None:
+def bind_rope(step: Rope, bound: Binding) -> None:
     """Bind the rope of both.
 
     Raises:

@@ -2,9 +2,8 @@
 
 from .add import Add
 from .all_reduce import AllReduce
-from .experts import Experts
 from .gated_norm import GATES, GatedNorm
-from .linear import Linear
+from .linear import Experts, Linear
 from .norm import Norm
 from .pad import Pad
 from .quant import Quant

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from ..declare import Argument, GroupName, Result, Rows
+from ..kernel_source import later
 from ..sites import STREAM
 from .add import Add
 from .step import SOURCES, At, Legality, Source, Step
-
-if TYPE_CHECKING:
-    from ..rewrite.binding import Binding
 
 
 @frozen(kw_only=True)
@@ -44,9 +41,10 @@ class AllReduce(Step):
         source.reads[self.x] = f"reduced_{self.x}"
 
     def why_not_in(self, chain: Sequence[Step]) -> str | None:
-        return None if self._add(chain) is not None else "AllReduce stands in front of Add"
+        return None if self.add_of(chain) is not None else "AllReduce stands in front of Add"
 
-    def _add(self, chain: Sequence[Step]) -> Add | None:
+    def add_of(self, chain: Sequence[Step]) -> Add | None:
+        """The add that it stands in front of."""
         behind = chain[chain.index(self) + 1 :]
         return behind[0] if behind and isinstance(behind[0], Add) else None
 
@@ -65,8 +63,4 @@ class AllReduce(Step):
     def described(self, at: At) -> str:
         return f"all-reduce over {at.site.reduced} ranks"
 
-    def bind(self, bound: Binding) -> None:
-        from ..rewrite.reduced import bind_all_reduce
-
-        add = self._add(bound.chain)
-        bind_all_reduce(bound, self, "" if add is None else add.residual)
+    bind = later("layerfuse.fusion.rewrite.reduced:bind_all_reduce")

@@ -38,6 +38,7 @@ class Decode(Whole):
 
     stage = SINKS
     roles = frozenset({DECODE})
+    first = "both norms"
 
     quantised: Op | None = field(default=None, repr=False)
     "The same where the attention takes its query in fp8."
@@ -56,7 +57,7 @@ class Decode(Whole):
         return None if why is None else Legality("not_applicable", why)
 
     def described(self, at: At) -> str:
-        return "the query's absorption and rope, behind a launch of both norms, the key's rope and the cache write,"
+        return f"the query's absorption and rope, behind a launch of {self.first}, the key's rope and the cache write,"
 
     def bind(self, bound: Binding) -> None:
         from ..match.errors import Unmatched
@@ -70,6 +71,7 @@ class QuantisedDecode(Decode):
 
     length = 2
     in_graphs = False
+    first = "both norms, the query latent's quantisation"
     reads_latents = True
     format = FORMATS["group"]
 
@@ -84,9 +86,6 @@ class QuantisedDecode(Decode):
         spec = at.site.spec
         why = why_not_spec(spec) or why_not_quantised(spec, at.quant) or self.format.absent(at.target)
         return None if why is None else Legality("not_applicable", why)
-
-    def described(self, at: At) -> str:
-        return f"both norms with the query latent's quantisation, the key's rope and the cache write, in front of {super().described(at)}"
 
 
 def why_not_quantised(spec: AnySpec, quant: ActivationQuant | None) -> str | None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from ...adapters.specs import GatedNormSpec
 from ..declare import Argument, Choice, Epsilon, Flag, Like, Result, Rows, Weight, WeightOffset
+from ..kernel_source import later
 from ..sites import OUTPUT
 from .norm import described
 from .step import MIDDLE, At, Kept, Legality, Source
-
-if TYPE_CHECKING:
-    from ..rewrite.binding import Binding
 
 GATES = ("silu", "sigmoid")
 """What the gate of a gated norm passes through."""
@@ -78,7 +75,4 @@ class GatedNorm(Kept):
     def described(self, at: At) -> str:
         return described(at)
 
-    def bind(self, bound: Binding) -> None:
-        from ..rewrite.gated import bind_gated_norm
-
-        bind_gated_norm(bound, self)
+    bind = later("layerfuse.fusion.rewrite.gated:bind_gated_norm")

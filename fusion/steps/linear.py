@@ -1,7 +1,8 @@
-"""The product with a linear's weight."""
+"""The products with a linear's weight, and with those of routed experts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import evolve, field, frozen
@@ -9,9 +10,10 @@ from attrs import evolve, field, frozen
 from ...adapters.activation_quant import ActivationQuant
 from ...adapters.specs import LinearSpec, WeightSpec
 from ..declare import Kernel, Op
+from ..kernel_source import later
 from ..linear_ops import LINEARS
-from ..sites import LINEAR
-from .step import MIDDLE, At, Legality, Whole
+from ..sites import EXPERTS, LINEAR
+from .step import MIDDLE, At, Legality, Source, Whole
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 
 HELD = "not known: how the linear holds its weight"
 """Of a linear that nothing was said of, as the reason begins."""
+
+EXPERTS_HELD = "not known: how the routed experts hold their weights"
+"""The same of a mixture."""
 
 
 @frozen(kw_only=True)
@@ -102,10 +107,45 @@ class Linear(Whole):
             else "the product"
         )
 
-    def bind(self, bound: Binding) -> None:
-        from ..rewrite.linears import bind_linear
+    bind = later("layerfuse.fusion.rewrite.linears:bind_linear")
 
-        bind_linear(bound, self)
+
+@frozen(kw_only=True)
+class Experts(Linear):
+    """Both products of each chosen expert, what stands between them, and their sum. Its op writes where the engine says, so that it stands at a call alone."""
+
+    roles = frozenset({EXPERTS})
+    launches = "two launches"
+    whose = "an expert's weight"
+
+    out: str = ""
+
+    @property
+    def in_graphs(self) -> bool:
+        return False
+
+    def source(self, source: Source) -> Iterator[str]:
+        given = (source.read(argument.name) for argument in self.op.args)
+        yield f"{self.op.name}({', '.join(given)})"
+
+    def why_not(self, at: At) -> Legality | None:
+        experts = at.site.experts
+        assert experts is not None, "a site of this role has a mixture"
+        if at.declared and at.quant is None:
+            return Legality("not_applicable", f"its experts take what they read as it is; {self.reads}")
+        if experts.weight is None:
+            return Legality("not_applicable", f"{EXPERTS_HELD}; {self.reads}")
+        # What quantises inside of their kernels is what the op does as well.
+        quant = None if at.quant is None else self.other_quant(at.quant)
+        return self.other_weight(experts.weight) or (None if quant is None else Legality("not_applicable", quant))
+
+    def described(self, at: At) -> str:
+        return "both products of each chosen expert with their quantisation and their sum"
+
+    def bind(self, bound: Binding) -> None:
+        from ..match.errors import Unmatched
+
+        raise Unmatched(f"{self.op.name} writes to what it is given, which no graph does")
 
 
 def _words(weight: WeightSpec) -> str:

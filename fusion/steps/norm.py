@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from attrs import evolve, frozen
 
 from ...adapters.specs import GatedNormSpec, NormSpec
 from ..declare import Argument, Epsilon, Like, Result, Rows, Weight, WeightOffset
+from ..kernel_source import later
 from ..sites import LATENTS, STREAM
 from .step import MIDDLE, At, Legality, Source, Step
-
-if TYPE_CHECKING:
-    from ..rewrite.binding import Binding
 
 
 @frozen(kw_only=True)
@@ -98,10 +96,7 @@ class Norm(Step):
     def described(self, at: At) -> str:
         return described(at)
 
-    def bind(self, bound: Binding) -> None:
-        from ..rewrite.norms import bind_norm
-
-        bind_norm(bound, self)
+    bind = later("layerfuse.fusion.rewrite.norms:bind_norm")
 
 
 def described(at: At) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from attrs import asdict, evolve, field, frozen
 
 from ...adapters.activation_quant import ActivationQuant
+from ...adapters.linear_specs import NOT_READ
 from ...adapters.specs import GatedNormSpec
 from ..declare import (
     COLUMN_MAJOR,
@@ -26,11 +26,9 @@ from ..declare import (
     TmaAligned,
 )
 from ..formats import FORMATS, Format
+from ..kernel_source import later
 from ..sites import ROLES, Site
 from .step import SINKS, At, FusionError, Legality, Source, Step
-
-if TYPE_CHECKING:
-    from ..rewrite.binding import Binding
 
 
 @frozen(kw_only=True)
@@ -103,7 +101,7 @@ class Quant(Step):
         readers = f"the linears that read the {site.role} site"
         if quant is None and at.declared:
             return Legality("not_applicable", f"{readers} do not quantise what they read, as was said")
-        if quant is None and site.unquantised is not None:
+        if quant is None and site.unquantised not in (None, NOT_READ):
             counted = "" if site.quantising is None else f" ({site.quantising})"
             why = f"agree on no quantisation that a fusion knows{counted}: {site.unquantised}"
             return Legality("not_applicable", f"{readers} {why}")
@@ -125,10 +123,7 @@ class Quant(Step):
         how = f"{at.target.fp8} with {at.quant}" if self.format.is_plain else str(at.quant)
         return f"{first}in {how}{counted}"
 
-    def bind(self, bound: Binding) -> None:
-        from ..rewrite.quant_choice import bind_quant
-
-        bind_quant(bound, self)
+    bind = later("layerfuse.fusion.rewrite.quant_choice:bind_quant")
 
 
 def _why_no_groups(site: Site, quant: ActivationQuant) -> str | None:

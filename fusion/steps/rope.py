@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from ...adapters.specs import GQASpec
 from ..declare import PAIRS, Argument, Choice, Like, OptionalIndex, Result, Rows, Table
+from ..kernel_source import later
 from ..sites import QK
 from .norm import Norm
 from .step import MIDDLE, At, Legality, Source, Step
-
-if TYPE_CHECKING:
-    from ..rewrite.binding import Binding
 
 
 @frozen(kw_only=True)
@@ -28,10 +25,7 @@ class HeadNorm(Norm):
         doc = "(..., heads, width), normed head by head; a view of columns goes in as it is."
         return (Rows(name=rows.name, heads=True, own_heads=True, doc=doc), *others)
 
-    def bind(self, bound: Binding) -> None:
-        from ..rewrite.ropes import bind_head_norm
-
-        bind_head_norm(bound, self)
+    bind = later("layerfuse.fusion.rewrite.ropes:bind_head_norm")
 
 
 @frozen(kw_only=True)
@@ -96,7 +90,4 @@ class Rope(Step):
         rope = spec.rope if isinstance(spec, GQASpec) else None
         return "rope" if rope is None else f"the rope of {rope.width} columns"
 
-    def bind(self, bound: Binding) -> None:
-        from ..rewrite.ropes import bind_rope
-
-        bind_rope(bound, self)
+    bind = later("layerfuse.fusion.rewrite.ropes:bind_rope")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from ...adapters.specs import GatedMLPSpec
 from ..declare import Argument, Like, Limit, Result, Rows
+from ..kernel_source import later
 from ..sites import ACTIVATION
 from .step import MIDDLE, At, Kept, Legality, Source
-
-if TYPE_CHECKING:
-    from ..rewrite.binding import Binding
 
 
 @frozen(kw_only=True)
@@ -57,7 +54,4 @@ class SiluMul(Kept):
     def described(self, at: At) -> str:
         return f"silu(gate) * up of {at.site.quantised_width} columns"
 
-    def bind(self, bound: Binding) -> None:
-        from ..rewrite.gated import bind_product
-
-        bind_product(bound, self)
+    bind = later("layerfuse.fusion.rewrite.gated:bind_product")

@@ -15,6 +15,7 @@ from layerfuse.adapters.specs import (
     GatedNormSpec,
     GQAKernelSpec,
     GQASpec,
+    LinearSpec,
     Mamba2Spec,
     MLAKernelSpec,
     MLASpec,
@@ -22,6 +23,7 @@ from layerfuse.adapters.specs import (
     OtherMixerSpec,
     Parallel,
     ResidualSpec,
+    WeightSpec,
     shard_kv_heads,
 )
 
@@ -126,6 +128,26 @@ def final(**changes: Any) -> FinalNormSpec:
 
 def gated_norm(**changes: Any) -> GatedNormSpec:
     return GatedNormSpec(**{**_GATED, **changes})
+
+
+PLAIN = WeightSpec(dtype="bfloat16", scheme="plain", block=None)
+
+
+def linear(**changes: Any) -> LinearSpec:
+    values: dict[str, Any] = {
+        "path": "o_proj",
+        "in_features": 16384,
+        "local_in_features": 2048,
+        "out_features": 7168,
+        "local_out_features": 7168,
+        "local_outputs": (7168,),
+        "style": "row",
+        "weight": PLAIN,
+        "activation": None,
+        "takes_quantised": False,
+        "shares_input": (),
+    }
+    return LinearSpec(**{**values, **changes})
 
 
 def mla_kernel(**changes: Any) -> MLAKernelSpec:

@@ -10,23 +10,20 @@ from typing import Any
 
 import attrs
 import pytest
-from helpers import ROOT, fresh_model, real_model
+from helpers import ROOT, fp8_model, fresh_model, real_model
 from torch import nn
 
 from layerfuse import registry
 from layerfuse.adapters import (
     BUILTIN,
     ActivationQuant,
-    Facts,
-    FactsError,
     FinalNormSpec,
     GQASpec,
-    MLASpec,
     NormSpec,
     SpecError,
-    norm,
 )
 from layerfuse.fusion import sites_of
+from layerfuse.testing.compare import norms_in
 
 sys.path.append(str(ROOT / "tests" / "registry"))
 from toml_samples import with_class
@@ -43,22 +40,6 @@ class QuantizationScheme:
 QuantizationScheme.__module__ = "compressed_tensors.quantization"
 
 
-def fp8_model(name: str, **config: Any) -> Any:
-    """The real model, with every linear replaced by transformers' own function."""
-    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    from transformers import FineGrainedFP8Config
-
-    model = fresh_model(name)
-    # Experts have a class of their own there, which takes no bias (gpt-oss has some).
-    return finegrained.replace_with_fp8_linear(model, ["lm_head", "mlp.experts"], FineGrainedFP8Config(**config), True)
-
-
-def norms_of(spec: Any) -> list[NormSpec]:
-    values = [getattr(spec, attribute.name) for attribute in attrs.fields(type(spec))]
-    flat = [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
-    return [value for value in flat if isinstance(value, NormSpec)]
-
-
 @pytest.mark.parametrize(
     ("name", "layer"),
     [("deepseek-v3", 0), ("deepseek-v3", 3), ("kimi-linear-48b-a3b", 1), ("qwen3-next-80b-a3b", 2)],
@@ -68,7 +49,7 @@ def test_an_fp8_checkpoint_says_it_at_every_norm_of_a_layer(name: str, layer: in
     read = [(path, spec) for path, spec in registry.specs_in(model) if f"layers.{layer}." in f"{path}."]
     assert len(read) == 3
     for _, spec in read[:2]:
-        assert [found.quant for found in norms_of(spec)] == [GROUP] * len(norms_of(spec))
+        assert {found.quant for found in norms_in(spec)} == {GROUP}
     assert read[2][1].quant == GROUP
     # It is no part of what the layer is.
     plain = real_model(name)
@@ -97,7 +78,7 @@ def test_per_tensor_weights_take_one_scale_per_token() -> None:
 
 def test_an_unquantised_model_says_none_everywhere() -> None:
     for _, spec in registry.specs_in(real_model("deepseek-v3")):
-        assert {found.quant for found in norms_of(spec)} <= {None}
+        assert {found.quant for found in norms_in(spec)} <= {None}
 
 
 def test_linears_that_disagree_give_none() -> None:
@@ -159,7 +140,7 @@ def test_a_linear_that_is_exchanged_shows_in_the_next_reading() -> None:
 
 def test_declared_layers_say_none() -> None:
     for _, spec in registry.model("deepseek-v3").specs(8):
-        assert {found.quant for found in norms_of(spec)} <= {None}
+        assert {found.quant for found in norms_in(spec)} <= {None}
 
 
 def test_the_quantisation_is_no_part_of_what_a_norm_is() -> None:
@@ -172,25 +153,6 @@ def test_the_quantisation_is_no_part_of_what_a_norm_is() -> None:
 
 
 # ---- the words
-
-
-def mla_words(**q_norm: Any) -> dict[str, Any]:
-    (facts,) = BUILTIN[0].layers["transformers:DeepseekV3Attention"]
-    return {**facts.words, "q_norm": norm("q_a_layernorm", **q_norm)}
-
-
-@pytest.mark.parametrize(
-    ("consumers", "says"),
-    [
-        ("q_b_proj", "expected the paths of linear modules, got 'q_b_proj'"),
-        ([3], r"expected the paths of linear modules, got \[3\]"),
-        (["q b"], "is no attribute path"),
-        (["a / b"], "a linear module is at a path, not at a quotient"),
-    ],
-)
-def test_consumers_are_paths(consumers: Any, says: str) -> None:
-    with pytest.raises(FactsError, match=f"^q_norm.consumers: .*{says}"):
-        Facts(MLASpec, mla_words(consumers=consumers))
 
 
 def test_feeds_in_a_models_file(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from helpers import real_model
 
 from layerfuse import registry, tensor_parallel
-from layerfuse.adapters import Adapter, MissingAttributeError, Parallel, UnknownLayerError
+from layerfuse.adapters import Adapter, MissingAttributeError, Parallel, ResidualSpec, UnknownLayerError
 
 MODELS = ("deepseek-v3", "kimi-linear-48b-a3b", "gpt-oss-20b", "qwen3-next-80b-a3b", "longcat-flash")
 
@@ -33,6 +33,20 @@ def test_every_field_of_the_facts_is_told(name: str) -> None:
         assert read <= told, (path, read - told)
         halves = {half for pair in type(spec).pairs for half in (pair.total, pair.local)}
         assert halves <= told and "parallel.size" in found.places
+        defaults = {each.name: each.default for each in attrs.fields(type(spec))}
+        assert told | {*found.unsaid} == {*defaults}
+        assert all(getattr(found.spec, each) == defaults[each] for each in found.unsaid)
+        assert ("without a place, as by default: " in str(found)) == bool(found.unsaid)
+
+
+def test_each_field_of_a_mixture_is_told_with_its_own_place() -> None:
+    _, layer, spec = next(
+        each for each in layers("qwen3-next-80b-a3b") if isinstance(each[2], ResidualSpec) and each[2].experts
+    )
+    places = registry.explain(layer, type(spec)).places
+    told = {field.partition(".")[2]: place for field, place in places.items() if field.startswith("experts.")}
+    assert told["num_experts"] == "mlp.gate.weight.shape.0" and told["experts_per_token"] == "mlp.gate.top_k"
+    assert told["shared"] == "mlp.shared_expert" and told["weight"] == "mlp.experts"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from layerfuse.adapters.base import Adapter, Facts, fields_of
+from layerfuse import registry
+from layerfuse.adapters.base import Adapter, Facts, fields_of, words_of
 from layerfuse.adapters.errors import FactsError
 from layerfuse.adapters.sources import const, gated_norm, norm
 from layerfuse.adapters.specs import FAMILIES, GatedDeltaNetSpec, MLASpec, NormSpec
-from layerfuse.adapters.vocabulary import TRANSFORMERS_KDA, TRANSFORMERS_MLA
+from layerfuse.adapters.vocabulary import TRANSFORMERS_GDN, TRANSFORMERS_GQA, TRANSFORMERS_KDA, TRANSFORMERS_MLA
 
 
 def test_facts_must_say_where_every_field_is() -> None:
@@ -62,15 +65,27 @@ def test_but_says_only_the_difference() -> None:
     assert hash(TRANSFORMERS_MLA) == hash(TRANSFORMERS_MLA.but())
 
 
-def test_tp_weight_names_modules() -> None:
-    with pytest.raises(FactsError, match="tp_weight: expected the paths of linear modules"):
-        TRANSFORMERS_MLA.but(tp_weight=["a / b"])
+REFUSED = [
+    line
+    for line in (Path(__file__).parent / "refused_words.txt").read_text(encoding="utf-8").splitlines()
+    if line[:1] not in ("", "#")
+]
+"""Words of a field, then how the error begins."""
+BASES = (
+    TRANSFORMERS_MLA,
+    TRANSFORMERS_GDN,
+    TRANSFORMERS_GQA,
+    registry.adapters()["layer_norm_decoders"].layers["transformers:CohereDecoderLayer"][0],
+)
 
 
-@pytest.mark.parametrize("words", [7, {"path": "a"}, [7]])
-def test_tp_weight_of_another_form_is_a_facts_error(words: Any) -> None:
-    with pytest.raises(FactsError, match="tp_weight"):
-        TRANSFORMERS_MLA.but(tp_weight=words)
+@pytest.mark.parametrize(("words", "problem"), [*zip(REFUSED[::2], REFUSED[1::2], strict=True)])
+def test_words_that_mean_nothing_are_refused_with_the_field(words: str, problem: str) -> None:
+    name, _, said = words.partition(" = ")
+    facts = next(base for base in BASES if name in words_of(base.spec))
+    with pytest.raises(FactsError) as caught:
+        facts.but(**{name: json.loads(said)})
+    assert str(caught.value).startswith(problem.removeprefix("! "))
 
 
 @pytest.mark.parametrize("key", ["DeepseekV3Attention", "a:", ":B", "a:b:c", "a b:C", "a.:C", ".a:C", "a/b:C", 7, ""])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import attrs
 import pytest
 import standins_atom
 import vllm_standins as vllm
@@ -29,7 +28,6 @@ from layerfuse.adapters import (
 )
 from layerfuse.adapters.conversions import mlp_activation
 from layerfuse.adapters.reader import LayerReader
-from layerfuse.adapters.specs import MLP_ACTIVATIONS
 
 PATH = "model.layers.3.mlp"
 
@@ -44,35 +42,15 @@ def mlps(model: Any) -> dict[str, GatedMLPSpec]:
 def test_the_share_of_a_rank_follows_from_the_total() -> None:
     spec = gated_mlp().shard(8, rank=5)
     assert (spec.intermediate_size, spec.local_intermediate_size) == (18432, 2304)
-    with pytest.raises(SpecError) as caught:
-        attrs.evolve(spec, local_intermediate_size=2 * 2304)
-    assert caught.value.problems == (
-        "local_intermediate_size: expected 2304 (intermediate_size 18432 over 8 ranks), got 4608",
-    )
     with pytest.raises(
         SpecError, match=r"^GatedMLPSpec at tensor-parallel size 5: 18432 columns cannot be shared equally"
     ):
         gated_mlp().shard(5)
 
 
-@pytest.mark.parametrize("value", ["sigmoid", "swish", "tanh", None, 1])
-def test_the_activation_is_one_that_an_mlp_has(value: Any) -> None:
-    with pytest.raises(SpecError) as caught:
-        gated_mlp(activation=value)
-    assert caught.value.problems == (f"activation: expected one of {', '.join(MLP_ACTIVATIONS)}, got {value!r}",)
-
-
-@pytest.mark.parametrize("value", [0, -7.0, float("inf"), True, "7"])
-def test_a_clamp_is_above_0_or_none(value: Any) -> None:
+def test_a_clamp_and_an_index_may_be_none() -> None:
     assert (gated_mlp(swiglu_limit=7).swiglu_limit, gated_mlp(swiglu_limit=None).swiglu_limit) == (7.0, None)
-    with pytest.raises(SpecError, match="swiglu_limit: expected"):
-        gated_mlp(swiglu_limit=value)
-
-
-def test_an_index_that_nobody_knows_is_none() -> None:
     assert gated_mlp(layer_index=None).shard(2).layer_index is None
-    with pytest.raises(SpecError, match="layer_index: expected at least 0, got -1"):
-        gated_mlp(layer_index=-1)
 
 
 def test_the_quantisation_is_no_part_of_what_an_mlp_is() -> None:
@@ -141,6 +119,18 @@ def test_a_layer_without_its_activation_is_refused_by_name() -> None:
     del layer.act_fn
     with pytest.raises(MissingAttributeError, match="does not say its activation"):
         registry.spec_for(layer)
+
+
+def test_shared_experts_of_no_columns_are_none() -> None:
+    """transformers builds them of a config with none, as an MLP that gives zeros."""
+    mixture = fresh_model("deepseek-v3").get_submodule(PATH)
+    mixture.shared_experts = empty = type(mixture.shared_experts)(mixture.config, intermediate_size=0).to("meta")
+    decoder = nn.ModuleDict(
+        {"mixture": mixture, "dense": real_model("deepseek-v3").get_submodule("model.layers.0.mlp")}
+    )
+    assert list(mlps(decoder)) == ["dense"] and not registry.unknown_in(decoder)
+    with pytest.raises(SpecError, match="intermediate_size: expected at least 1, got 0"):
+        registry.spec_for(empty)
 
 
 def test_routed_experts_that_checkpoints_build_of_the_same_class_are_passed_over() -> None:

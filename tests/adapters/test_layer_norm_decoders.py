@@ -13,8 +13,6 @@ from torch import nn  # noqa: E402
 
 from layerfuse import registry  # noqa: E402
 from layerfuse.adapters import (  # noqa: E402
-    Facts,
-    FactsError,
     FinalNormSpec,
     GQASpec,
     LayerNormSpec,
@@ -23,7 +21,6 @@ from layerfuse.adapters import (  # noqa: E402
     ParallelUnknownError,
     ResidualSpec,
     SpecError,
-    layer_norm,
 )
 from layerfuse.fusion import Target, plan, sites_of  # noqa: E402
 from layerfuse.fusion.sites import Site  # noqa: E402
@@ -67,14 +64,6 @@ def test_norms_without_weights_or_with_one_that_counts_from_1() -> None:
     (norm,) = specs(small("Nemotron", head_dim=16, num_key_value_heads=2), ResidualSpec)[0].input_norms
     assert (norm.weight_offset, norm.has_weight, norm.has_bias) == (1.0, True, True)
     assert specs(small("Cohere"), ResidualSpec)[0].input_norm.has_bias is False
-
-
-def test_what_is_half_a_layer_norm_is_refused() -> None:
-    facts = registry.adapters()["layer_norm_decoders"].layers["transformers:CohereDecoderLayer"][0]
-    with pytest.raises(FactsError, match=r"input_norms.0: a LayerNorm must also say its has_weight"):
-        facts.but(input_norms=[{"module": "norm", "has_bias": {"const": True}}])
-    with pytest.raises(FactsError, match=r"input_norms.0.has_bias: expected true or false"):
-        facts.but(input_norms=[layer_norm("norm", has_bias={"const": 3})])
 
 
 def test_no_fusion_of_rms_norms_is_planned_at_a_layer_norm() -> None:
@@ -228,12 +217,3 @@ def test_ranks_share_the_columns_of_a_plain_mlp() -> None:
         cut(mlp.c_proj, mesh, 1)
         spec = registry.spec_for(mlp)
     assert (spec.intermediate_size, spec.local_intermediate_size, spec.parallel) == (128, 32, Parallel(size=4, rank=1))
-
-
-def test_words_for_where_a_path_counts() -> None:
-    facts = registry.adapters()["layer_norm_decoders"].layers["transformers:GPTNeoSelfAttention"][0]
-    assert isinstance(facts, Facts)
-    with pytest.raises(FactsError, match="sliding_window: path and where are texts"):
-        facts.but(sliding_window={"path": "window", "where": 3})
-    with pytest.raises(FactsError, match="is a flag, a number or a text"):
-        facts.but(sliding_window={"path": "window", "where": "kind", "is": [1]})

@@ -197,6 +197,8 @@ def test_torchao_int8_and_what_is_not_known() -> None:
 def test_a_class_that_is_not_known_gives_none_and_a_sentence() -> None:
     strange = module("new.engine:Linear", quant_method=module("new.engine:SecretMethod"), weight=weight(8, 8))
     check(strange, "Linear is quantised by new:SecretMethod, which is not known here")
+    strange.quantization_scheme = module("new.engine:SecretScheme")
+    check(strange, "Linear is quantised by new:SecretScheme, which is not known here")
     packed = module("new.engine:PackedLinear", weight=nn.Parameter(torch.empty(8, dtype=torch.uint8), False))
     check(packed, "PackedLinear is no plain linear (weight: torch.uint8), and its class is not known here")
     check(nn.ReLU(), "is no plain linear (weight: None)")

@@ -32,8 +32,14 @@ def vllm_op(row: int, col: int, *, static: bool = False, column_major: bool = Fa
     )
 
 
-def vllm_kernel(name: str, base: str = "Fp8BlockScaledMMLinearKernel", **held: Any) -> Any:
-    return module(f"{_V}.kernels.linear.scaled_mm:{name}", BASES[base], **held)
+def by_blocks(name: str, **held: Any) -> Any:
+    base = BASES["Fp8BlockScaledMMLinearKernel"]
+    return module(f"{_V}.kernels.linear.scaled_mm:{name}Fp8BlockScaledMMKernel", base, **held)
+
+
+def by_rows(name: str, **held: Any) -> Any:
+    base = BASES["FP8ScaledMMLinearKernel"]
+    return module(f"{_V}.kernels.linear.scaled_mm:{name}FP8ScaledMMLinearKernel", base, **held)
 
 
 def vllm_linear(kernel: Any, method: str = "fp8:Fp8LinearMethod") -> Any:
@@ -51,56 +57,39 @@ def aligned_op(form: str) -> Any:
 DEEP_GEMM = vllm_op(1, 128, column_major=True)
 VLLM = {
     "DeepGEMM on Hopper": (
-        vllm_kernel("DeepGemmFp8BlockScaledMMKernel", apply_input_quant=True, quant_fp8=DEEP_GEMM),
+        by_blocks("DeepGemm", apply_input_quant=True, quant_fp8=DEEP_GEMM),
         ActivationQuant(group_size=128, column_major=True),
     ),
     "DeepGEMM, aligned by the op for CUDA": (
-        vllm_kernel("DeepGemmFp8BlockScaledMMKernel", quant_fp8=aligned_op("forward_cuda")),
+        by_blocks("DeepGemm", quant_fp8=aligned_op("forward_cuda")),
         ActivationQuant(group_size=128, column_major=True, tma_aligned=True),
     ),
     "DeepGEMM, in plain torch": (
-        vllm_kernel("DeepGemmFp8BlockScaledMMKernel", quant_fp8=aligned_op("forward_native")),
+        by_blocks("DeepGemm", quant_fp8=aligned_op("forward_native")),
         ActivationQuant(group_size=128, column_major=True),
     ),
     "DeepGEMM with powers of two": (
-        vllm_kernel("DeepGemmFp8BlockScaledMMKernel", quant_fp8=vllm_op(1, 128, column_major=True, ue8m0=True)),
+        by_blocks("DeepGemm", quant_fp8=vllm_op(1, 128, column_major=True, ue8m0=True)),
         ActivationQuant(group_size=128, column_major=True, use_ue8m0=True),
     ),
-    "Triton": (vllm_kernel("TritonFp8BlockScaledMMKernel", quant_fp8=vllm_op(1, 128)), GROUP),
+    "Triton": (by_blocks("Triton", quant_fp8=vllm_op(1, 128)), GROUP),
     "FlashInfer": (
-        vllm_kernel("FlashInferFp8BlockScaledMMKernel", apply_input_quant=False, quant_fp8=vllm_op(1, 128)),
+        by_blocks("FlashInfer", apply_input_quant=False, quant_fp8=vllm_op(1, 128)),
         "inside its matrix product",
     ),
-    "W8A16 on a CPU": (vllm_kernel("CPUFp8BlockScaledMMKernel", apply_input_quant=False), None),
-    "per token": (
-        # `use_ue8m0` follows the engine's DeepGEMM switch even where only the group form looks at it.
-        vllm_kernel("CutlassFP8ScaledMMLinearKernel", "FP8ScaledMMLinearKernel", quant_fp8=vllm_op(1, -1, ue8m0=True)),
+    "W8A16 on a CPU": (by_blocks("CPU", apply_input_quant=False), None),
+    "per token": (  # `use_ue8m0` follows the engine's DeepGEMM switch even where only the group form looks at it.
+        by_rows("Cutlass", quant_fp8=vllm_op(1, -1, ue8m0=True)),
         PER_TOKEN,
     ),
-    "per tensor": (
-        vllm_kernel("RowWiseTorchFP8ScaledMMLinearKernel", "FP8ScaledMMLinearKernel", quant_fp8=vllm_op(-1, -1)),
-        "one scale for all tokens",
-    ),
-    "static": (
-        vllm_kernel(
-            "CutlassFP8ScaledMMLinearKernel", "FP8ScaledMMLinearKernel", quant_fp8=vllm_op(-1, -1, static=True)
-        ),
-        STATIC,
-    ),
+    "per tensor": (by_rows("RowWiseTorch", quant_fp8=vllm_op(-1, -1)), "one scale for all tokens"),
+    "static": (by_rows("Cutlass", quant_fp8=vllm_op(-1, -1, static=True)), STATIC),
     "static, for blocks": (
-        vllm_kernel(
-            "CutlassFP8ScaledMMLinearKernel", "FP8ScaledMMLinearKernel", quant_fp8=vllm_op(1, 128, static=True)
-        ),
+        by_rows("Cutlass", quant_fp8=vllm_op(1, 128, static=True)),
         "static scales for blocks of 1 by 128",
     ),
-    "Marlin": (
-        vllm_kernel("MarlinFP8ScaledMMLinearKernel", "FP8ScaledMMLinearKernel", marlin_input_dtype=None),
-        None,
-    ),
-    "Marlin with fp8 activations": (
-        vllm_kernel("MarlinFP8ScaledMMLinearKernel", "FP8ScaledMMLinearKernel", marlin_input_dtype="float8"),
-        "inside its matrix product",
-    ),
+    "Marlin": (by_rows("Marlin", marlin_input_dtype=None), None),
+    "Marlin with fp8 activations": (by_rows("Marlin", marlin_input_dtype="float8"), "inside its matrix product"),
     "a kernel of tomorrow": (module(f"{_V}.kernels.linear:NewKernel"), "multiplies by vllm:NewKernel"),
 }
 
@@ -237,34 +226,28 @@ def sglang_linear(method: str = "fp8:Fp8LinearMethod", scale: Any = None, **chan
 DEEP = "deepgemm_w8a8_block_fp8_linear_with_fallback"
 TRITON = "triton_w8a8_block_fp8_linear"
 AITER = "aiter_w8a8_block_fp8_linear"
+
+
+def by(name: str, **bound: Any) -> dict[str, Any]:
+    return {"w8a8_block_fp8_linear": product(name, **bound)}
+
+
 SGLANG = {
-    "Triton": ({"w8a8_block_fp8_linear": product(TRITON)}, GROUP),
+    "Triton": (by(TRITON), GROUP),
     "Triton with powers of two": (
-        {"w8a8_block_fp8_linear": product(TRITON, act_scale_ue8m0=True), "weight_block_size": [32, 32]},
+        by(TRITON, act_scale_ue8m0=True) | {"weight_block_size": [32, 32]},
         ActivationQuant(group_size=32, use_ue8m0=True),
     ),
-    "DeepGEMM": (
-        {"w8a8_block_fp8_linear": product(DEEP)},
-        ActivationQuant(group_size=128, column_major=True, tma_aligned=True),
-    ),
+    "DeepGEMM": (by(DEEP), ActivationQuant(group_size=128, column_major=True, tma_aligned=True)),
     "DeepGEMM on Blackwell": (
-        {"w8a8_block_fp8_linear": product(DEEP), "scale": SimpleNamespace(format_ue8m0=True, dtype=torch.int32)},
+        by(DEEP) | {"scale": SimpleNamespace(format_ue8m0=True, dtype=torch.int32)},
         "packs four scales",
     ),
-    "DeepGEMM with powers of two": (
-        {"w8a8_block_fp8_linear": product(DEEP, act_scale_ue8m0=True)},
-        "by the GPU it runs on",
-    ),
-    "AITER": ({"w8a8_block_fp8_linear": product(AITER)}, GROUP),
-    "AITER, shuffled": (
-        {"w8a8_block_fp8_linear": product(AITER), "aiter_bpreshuffled": True},
-        "by the number of tokens",
-    ),
-    "CUTLASS": (
-        {"w8a8_block_fp8_linear": product("cutlass_w8a8_block_fp8_linear_with_fallback")},
-        "pads the rows",
-    ),
-    "a product of tomorrow": ({"w8a8_block_fp8_linear": product("new_linear")}, "multiplies by new_linear"),
+    "DeepGEMM with powers of two": (by(DEEP, act_scale_ue8m0=True), "by the GPU it runs on"),
+    "AITER": (by(AITER), GROUP),
+    "AITER, shuffled": (by(AITER) | {"aiter_bpreshuffled": True}, "by the number of tokens"),
+    "CUTLASS": (by("cutlass_w8a8_block_fp8_linear_with_fallback"), "pads the rows"),
+    "a product of tomorrow": (by("new_linear"), "multiplies by new_linear"),
     "Marlin": ({"use_marlin": True}, None),
     "MXFP8": ({"use_mxfp8": True}, "MXFP8"),
     "a block checkpoint served as MXFP8": ({"block_fp8_as_mxfp8": True}, "MXFP8"),

@@ -9,44 +9,19 @@ import attrs
 import pytest
 import standins_atom
 from fake_ranks import cut, cut_plainly, ranks
-from helpers import fresh_layer, fresh_model, real_model
+from helpers import fp8_model, fresh_layer, real_model
+from specs_at_hand import PLAIN, linear
 from standins import Rank
 from torch import nn
 
 from layerfuse import registry
-from layerfuse.adapters import ActivationQuant, LinearSpec, SpecError, WeightSpec
+from layerfuse.adapters import ActivationQuant, LinearSpec, WeightSpec
 from layerfuse.adapters.linears import linear_of
 from layerfuse.fusion import FusionConfig, Target, plan, sites_of
 from layerfuse.testing.compare import linears_of, misfit, norms_in
 
 GROUP = ActivationQuant(group_size=128)
 BLOCK = WeightSpec(dtype="float8_e4m3fn", scheme="block", block=(128, 128))
-PLAIN = WeightSpec(dtype="bfloat16", scheme="plain", block=None)
-
-
-def linear(**changes: Any) -> LinearSpec:
-    values: dict[str, Any] = {
-        "path": "o_proj",
-        "in_features": 16384,
-        "local_in_features": 2048,
-        "out_features": 7168,
-        "local_out_features": 7168,
-        "local_outputs": (7168,),
-        "style": "row",
-        "weight": PLAIN,
-        "activation": None,
-        "takes_quantised": False,
-        "shares_input": (),
-    }
-    return LinearSpec(**{**values, **changes})
-
-
-def fp8_model(name: str, *kept: str, **config: Any) -> Any:
-    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    from transformers import FineGrainedFP8Config
-
-    skipped = ["lm_head", "mlp.experts", *kept]
-    return finegrained.replace_with_fp8_linear(fresh_model(name), skipped, FineGrainedFP8Config(**config), True)
 
 
 def around(spec: Any) -> dict[str, LinearSpec]:
@@ -54,44 +29,6 @@ def around(spec: Any) -> dict[str, LinearSpec]:
 
 
 # ---- the spec
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"local_in_features": 2047}, "local_in_features: 2047 is no even share of in_features 16384"),
-        ({"style": "column"}, r"local_in_features: expected 16384 \(ranks share none of what it reads\), got 2048"),
-        (
-            {"local_out_features": 896},
-            r"local_out_features: expected 7168 \(ranks share none of what it gives\), got 896",
-        ),
-        ({"local_outputs": (3584,)}, r"local_outputs: \(3584,\) do not add up to local_out_features 7168"),
-        ({"style": "diagonal"}, "style: expected one of column, row, replicated, got 'diagonal'"),
-        ({"in_features": 0}, "in_features: expected at least 1, got 0"),
-        ({"local_outputs": [7168]}, r"local_outputs: expected a tuple of int, got \[7168\]"),
-        ({"activation": 128}, "activation: expected ActivationQuant, got 128"),
-        ({"shares_input": "q"}, "shares_input: expected a tuple of str, got 'q'"),
-        ({"weight": "bfloat16"}, "weight: expected WeightSpec, got 'bfloat16'"),
-    ],
-)
-def test_what_cannot_be_is_refused(changes: dict[str, Any], says: str) -> None:
-    linear()
-    with pytest.raises(SpecError, match=says):
-        linear(**changes)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "block"), [("block", None), ("mx", None), ("plain", (1, 32)), ("channel", (1, 128)), ("tensor", (1, 1))]
-)
-def test_blocks_belong_to_the_schemes_that_have_them(scheme: str, block: Any) -> None:
-    with pytest.raises(SpecError, match=f"block: a weight of the scheme {scheme} has"):
-        WeightSpec(dtype="float8_e4m3fn", scheme=scheme, block=block)
-
-
-@pytest.mark.parametrize("block", [(128,), (0, 128), (1, 2, 3), ()])
-def test_a_block_has_two_sides(block: Any) -> None:
-    with pytest.raises(SpecError, match="block: expected output and input features, each at least 1, got"):
-        WeightSpec(dtype="float8_e4m3fn", scheme="block", block=block)
 
 
 def test_totals_and_locals_go_with_the_ranks() -> None:

@@ -229,24 +229,6 @@ def test_values_of_any_kind_are_shown() -> None:
 # ---- what is declared, and how the functions are called ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ({"num_heads": const(-3)}, "num_heads: expected at least 1, got -3"),
-        ({"num_heads": const(True)}, r"num_heads: expected a whole number, got True"),
-        ({"num_heads": ["heads", const(None)]}, "num_heads: expected a whole number, got None"),
-        ({"softmax_scale": const(0.0)}, "softmax_scale: expected more than 0"),
-        ({"tp_size": const(0)}, "tp_size: expected at least 1, got 0"),
-        ({"tp_rank": const(-1)}, "tp_rank: expected at least 0, got -1"),
-        ({"kv_norm": {"module": "a", "epsilon": const(float("nan"))}}, "kv_norm.epsilon: expected a finite number"),
-        ({"kv_norm": {"module": "a", "width": const("8")}}, "kv_norm.width: expected a whole number, got '8'"),
-    ],
-)
-def test_a_constant_that_no_field_takes_is_refused_when_it_is_declared(words: Any, says: str) -> None:
-    with pytest.raises(FactsError, match=says):
-        TRANSFORMERS_MLA.but(**words)
-
-
 def test_several_facts_may_stand_in_a_list() -> None:
     assert Adapter("a", {"a:B": [TRANSFORMERS_MLA]}) == Adapter("a", {"a:B": TRANSFORMERS_MLA})
 

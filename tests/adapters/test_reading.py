@@ -20,6 +20,7 @@ from layerfuse.adapters import Adapter, KernelSpec, MLASpec, NormSpec, ResidualS
 from layerfuse.adapters.errors import UnreadableError
 from layerfuse.adapters.sources import Path
 from layerfuse.adapters.vocabulary import SGLANG_MLA, TRANSFORMERS_MLA
+from layerfuse.testing.compare import norms_in
 
 REWRITES = [
     ("deepseek-v3", "model.layers.3.self_attn", "num_heads", 64, "num_heads"),
@@ -267,12 +268,6 @@ MODULES = [
 ]
 
 
-def norms_of(spec: Any) -> list[NormSpec]:
-    values = [getattr(spec, attribute.name) for attribute in attrs.fields(type(spec))]
-    flat = [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
-    return [value for value in flat if isinstance(value, NormSpec)]
-
-
 @pytest.mark.parametrize(("name", "path", "field", "module"), MODULES)
 def test_a_norm_says_from_which_module_it_was_read(name: str, path: str, field: str, module: str) -> None:
     norm: Any = registry.spec_for(real_model(name).get_submodule(path))
@@ -283,10 +278,10 @@ def test_a_norm_says_from_which_module_it_was_read(name: str, path: str, field: 
 
 @pytest.mark.parametrize("name", every_model())
 def test_every_norm_that_is_read_names_its_module_and_no_declared_one_does(name: str) -> None:
-    assert {norm.module for _, spec in registry.model(name).specs() for norm in norms_of(spec)} <= {None}
+    assert {norm.module for _, spec in registry.model(name).specs() for norm in norms_in(spec)} <= {None}
     model = real_model(name)
     for path, spec in registry.specs_in(model):
-        for norm in norms_of(spec):
+        for norm in norms_in(spec):
             assert norm.module is not None
             assert model.get_submodule(f"{path}.{norm.module}").weight.shape == (norm.width,)
 

@@ -14,12 +14,12 @@ from helpers import fresh_layer
 from standins import Rank, module
 
 from layerfuse import registry
-from layerfuse.adapters import NO_ROPE, Adapter, FactsError, GQASpec, MLASpec, RopeSpec, SpecError, const
+from layerfuse.adapters import NO_ROPE, Adapter, GQASpec, MLASpec, RopeSpec, SpecError, const
 from layerfuse.adapters.base import Facts
 from layerfuse.adapters.conversions import CONVERSIONS
 from layerfuse.adapters.errors import MissingAttributeError, UnreadableError
 from layerfuse.adapters.rope_source import rope
-from layerfuse.adapters.vocabulary import TRANSFORMERS_MLA, VLLM_MLA_ITSELF
+from layerfuse.adapters.vocabulary import VLLM_MLA_ITSELF
 from layerfuse.registry.kind_words import RopeWords
 from layerfuse.testing import models
 
@@ -261,25 +261,6 @@ def test_no_geometry_that_is_inherited_may_be_absent(missing: str) -> None:
 
 def of_layer(layer: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(layer).items() if not name.startswith("_") and name != "training"}
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ({"width": "a", "interleaved": "b", "table": "c"}, "must also say its attention_scaling"),
-        (rope("rotary_emb", width="a", pairs="b"), "a rope has no 'pairs'"),
-        ("rotary_emb", "expected a rope"),
-        (rope("a / b", width="a", interleaved="b", attention_scaling="c", table="d"), "is a path, not a quotient"),
-        (
-            rope(width="a", interleaved=const("yes"), attention_scaling="c", table="d"),
-            "rope.interleaved: expected true",
-        ),
-        (rope(width="a", interleaved="b", attention_scaling="c", table=const("disk")), "expected one of none, cos_sin"),
-    ],
-)
-def test_facts_about_a_rope_that_mean_nothing_are_refused_when_they_are_defined(words: Any, says: str) -> None:
-    with pytest.raises(FactsError, match=says):
-        TRANSFORMERS_MLA.but(rope=words)
 
 
 def test_equal_ropes_may_differ_in_where_they_come_from() -> None:

@@ -52,44 +52,14 @@ def test_a_path_is_names_and_indices_joined_by_dots(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "",
-            ".",
-            "a.",
-            ".a",
-            "a..b",
-            "a b",
-            "a[0]",
-            "a()",
-            "a;b",
-            "é",
-            "1.2.34567",
-            "-2",
-            "a.-0",
-            "a.-12",
-            "lambda:0",
-            "a\0",
-        ),
+        "",
+        "a b",
+        *[".", "a.", ".a", "a..b", "a[0]", "a()", "a;b", "é", "1.2.34567", "-2", "a.-0", "a.-12", "lambda:0", "a\x00"],
         ".".join("a" * 13),
     ],
 )
 def test_what_is_no_path_is_refused_with_the_field(text: str) -> None:
     with pytest.raises(FactsError, match=r"num_heads: .* is no attribute path"):
-        parse_path(text, "num_heads")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "__class__",
-        "__class__.__init__.__globals__",
-        "forward.__globals__",
-        "a / b.__dict__",
-        "o_proj.__class__.__mro__.1",
-    ],
-)
-def test_a_path_reads_no_dunder(text: str) -> None:
-    with pytest.raises(FactsError, match="reads a dunder attribute"):
         parse_path(text, "num_heads")
 
 
@@ -156,8 +126,6 @@ def test_what_cannot_be_read_is_said_in_a_sentence(words: Any, said: str) -> Non
 def test_a_quotient_is_exact() -> None:
     obj = layer(o_proj=layer(in_features=4096), head_dim=64)
     assert read("o_proj.in_features / head_dim", obj) == 64
-    with pytest.raises(FactsError, match="divides more than once"):
-        parse_path("a / b / c", "field")
 
 
 def test_a_list_takes_the_first_that_exists_and_none_and_zero_exist() -> None:
@@ -202,61 +170,6 @@ def test_conversions(conversion: str, value: Any, meaning: Any) -> None:
 def test_a_name_without_one_layer_number_is_refused(name: str) -> None:
     with pytest.raises(UnreadableError, match="holds no single layer number"):
         CONVERSIONS["name_index_of_pairs"](name)
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (7, "expected an attribute path, a list of them"),
-        (None, "expected an attribute path, a list of them"),
-        ([], "expected an attribute path, a list of them"),
-        ([["a"], 7], "expected an attribute path, a list of them"),
-        (
-            {},
-            "expected {const = ...}, {path = ..., as = ...}, {path = ..., where = ...} or {name_as = ...}, got the keys []",
-        ),
-        (
-            {"path": "a"},
-            "expected {const = ...}, {path = ..., as = ...}, {path = ..., where = ...} or {name_as = ...}, got the keys ['path']",
-        ),
-        (
-            {"const": 1, "as": "present"},
-            "expected {const = ...}, {path = ..., as = ...}, {path = ..., where = ...} or {name_as = ...}, got the keys ['as', 'const']",
-        ),
-        ({"const": [1]}, "a constant is a number, a text or a flag, got [1]"),
-        ({"const": {"a": 1}}, "a constant is a number, a text or a flag"),
-        ({"path": "a", "as": "presnt"}, "unknown conversion 'presnt'; did you mean 'present'?"),
-        ({"path": "a", "as": ["present"]}, "unknown conversion"),
-        ({"path": 7, "as": "present"}, "path is a text, got 7"),
-    ],
-)
-def test_words_that_mean_nothing_are_refused_with_the_field(words: Any, problem: str) -> None:
-    with pytest.raises(FactsError) as caught:
-        parse_source(words, "num_heads")
-    assert str(caught.value).startswith("num_heads: ")
-    assert problem in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "gated", "problem"),
-    [
-        (7, False, 'q_norm: expected a norm, {module = "...", ...}, got 7'),
-        ({"epsilon": "eps"}, False, 'q_norm: expected a norm, {module = "...", ...}'),
-        (
-            {"module": "n", "epsilom": "eps"},
-            False,
-            "q_norm: a norm has no 'epsilom'; did you mean 'epsilon' or 'layer_epsilon'?",
-        ),
-        ({"module": "n", "activation": "act"}, False, "q_norm: a norm has no 'activation'"),
-        ({"module": "a / b"}, False, "q_norm: a norm's module is a path, not a quotient"),
-        ("norm", True, "q_norm: a gated norm must also say its activation, norm_before_gate, group_size"),
-        ({"module": "n", "epsilon": 1e-5}, False, "q_norm.epsilon: expected an attribute path"),
-    ],
-)
-def test_malformed_norms_are_refused(words: Any, gated: bool, problem: str) -> None:
-    with pytest.raises(FactsError) as caught:
-        parse_norm(words, "q_norm", gated=gated)
-    assert str(caught.value).startswith(problem)
 
 
 def test_a_plain_norm_needs_only_its_module() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import re
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specs_at_hand import EVERY, OUTER, delta_net, gated_norm, gqa, mla, parallels, residual, whole
+from specs_at_hand import EVERY, OUTER, delta_net, gated_norm, gqa, linear, mla, parallels, whole
 
 from layerfuse.adapters.errors import SpecError
-from layerfuse.adapters.specs import LARGEST, WHOLE, NormSpec, Parallel, RopeSpec, kind_of
+from layerfuse.adapters.specs import LARGEST, WHOLE, NormSpec, Parallel, RopeSpec, WeightSpec, kind_of
 
 COUNTS = [
     (make, attribute.name)
@@ -76,16 +80,6 @@ def test_whole_numbers_are_taken_for_floats_where_a_float_is_meant() -> None:
     assert NormSpec(width=8, epsilon=1) == NormSpec(width=8, epsilon=1.0)
 
 
-@pytest.mark.parametrize("value", [1, 0, None, "true"])
-def test_a_flag_is_true_or_false_and_nothing_like_it(value: Any) -> None:
-    assert problems_of(gqa, has_sinks=value) == (f"has_sinks: expected true or false, got {value!r}",)
-
-
-@pytest.mark.parametrize("value", ["swish", "gelu", None, ["silu"], 1])
-def test_the_activation_of_a_gate_is_one_of_two(value: Any) -> None:
-    assert problems_of(gated_norm, activation=value) == (f"activation: expected one of silu, sigmoid, got {value!r}",)
-
-
 def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         mla(num_heads=0, kv_lora_rank=True, v_head_dim="128", softmax_scale=-1.0)
@@ -98,35 +92,46 @@ def test_all_problems_are_reported_at_once() -> None:
     ]
 
 
-def test_all_contradictions_are_reported_at_once() -> None:
-    with pytest.raises(SpecError) as caught:
-        mla(
-            num_heads=10,
-            num_local_heads=5,
-            parallel=Parallel(size=4, rank=0),
-            qk_rope_head_dim=63,
-            q_norm=NormSpec(width=1535, epsilon=1e-6),
-            kv_norm=NormSpec(width=576, epsilon=1e-6),
-        )
-    assert str(caught.value).splitlines() == [
-        "MLASpec:",
-        "  - num_heads: 10 heads cannot be shared equally by 4 ranks",
-        "  - qk_rope_head_dim: rotary embedding turns pairs, so it must be even, got 63",
-        "  - q_norm: width 1535 is not the q_lora_rank 1536",
-        "  - kv_norm: width 576 is not the kv_lora_rank 512",
-    ]
-
-
 # ---- pairs, norms, splits
 
+REFUSED = re.split(r"\n(?!!)", (Path(__file__).parent / "refused_specs.txt").read_text(encoding="utf-8").strip())
+"""A kind of spec and what it has otherwise than the one at hand, and every problem of it."""
+MAKERS = {
+    **{make.__name__: make for make in (*EVERY.values(), gated_norm, linear)},
+    "parallel": Parallel,
+    "weight": partial(WeightSpec, dtype="float8_e4m3fn"),
+}
 
-def test_local_heads_must_be_the_share_of_the_total() -> None:
-    assert problems_of(mla, num_local_heads=16) == (
-        "num_local_heads: expected 128 (num_heads 128 over 1 ranks), got 16",
-    )
-    assert problems_of(mla, parallel=Parallel(size=8, rank=2)) == (
-        "num_local_heads: expected 16 (num_heads 128 over 8 ranks), got 128",
-    )
+
+def held(name: str, value: Any) -> Any:
+    """What stands for a field in the text: parts of a spec are lists there."""
+    if name.endswith("norms") and isinstance(value, list):
+        return tuple(held("norm", each) for each in value)
+    if not isinstance(value, list) or name == "activation":
+        return value
+    parts: dict[str, Any] = {
+        "norm": lambda: NormSpec(width=value[0], epsilon=value[1]),
+        "parallel": lambda: Parallel(size=value[0], rank=value[1]),
+        "rope": lambda: RopeSpec(width=value[0], interleaved=value[1], attention_scaling=value[2]),
+    }
+    return parts.get(name.rpartition("_")[2], lambda: tuple(value))()
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_with_every_problem(case: str) -> None:
+    said, *problems = case.split("\n")
+    kind, _, changes = said.partition(" ")
+    given = {name: held(name, value) for name, value in json.loads(changes).items()}
+    assert problems_of(MAKERS[kind], **given) == tuple(problem[2:] for problem in problems)
+
+
+def test_a_huge_rank_is_not_printed() -> None:
+    (problem,) = problems_of(Parallel, size=2, rank=10**5000)
+    assert problem == "rank: expected 0 to 1, or None if unknown, got int, too long or too broken to print"
+
+
+def test_queries_without_a_latent_are_no_part_of_the_split() -> None:
+    assert mla(q_lora_rank=None, q_norm=None).split_sizes == (512, 64)
 
 
 @pytest.mark.parametrize(("size", "local", "replicas"), [(1, 8, 1), (2, 4, 1), (8, 1, 1), (16, 1, 2), (64, 1, 8)])
@@ -140,81 +145,6 @@ def test_kv_heads_that_neither_divide_nor_are_divided_are_refused() -> None:
         gqa(num_heads=24, num_local_heads=24).shard(3)
     with pytest.raises(SpecError, match="6 KV heads cannot be replicated evenly over 8 ranks"):
         gqa(num_heads=24, num_local_heads=24, num_kv_heads=6, num_local_kv_heads=6).shard(8)
-
-
-def test_zero_local_kv_heads_are_refused_by_name() -> None:
-    # What vLLM's and ATOM's GPT-OSS attention holds at 16 ranks: 8 // 16.
-    problems = problems_of(gqa, parallel=Parallel(size=16, rank=0), num_local_heads=4, num_local_kv_heads=0)
-    assert problems == ("num_local_kv_heads: expected at least 1, got 0",)
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"q_lora_rank": None}, "q_norm: a query latent and its norm come together, got q_lora_rank None"),
-        ({"q_norm": None}, "q_norm: a query latent and its norm come together, got q_lora_rank 1536 and None"),
-    ],
-)
-def test_a_query_latent_and_its_norm_come_together(changes: dict[str, Any], problem: str) -> None:
-    (found,) = problems_of(mla, **changes)
-    assert found.startswith(problem)
-    assert mla(q_lora_rank=None, q_norm=None).split_sizes == (512, 64)
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"rope": RopeSpec(width=7, interleaved=False, attention_scaling=1.0)}, "rope: width 7 is odd"),
-        ({"values_are_keys": True, "v_head_dim": 32}, "v_head_dim: 32 is not the head_dim 64"),
-    ],
-)
-def test_heads_of_grouped_queries_are_turned_in_pairs_and_keys_are_as_wide_as_values_that_are_keys(
-    changes: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(SpecError, match=problem):
-        gqa(**changes)
-
-
-def test_a_delta_net_ties_its_norm_and_its_heads() -> None:
-    assert problems_of(delta_net, num_v_heads=24, num_local_v_heads=24) == (
-        "num_v_heads: 24 is no multiple of num_k_heads 16",
-    )
-    assert problems_of(delta_net, head_v_dim=256) == ("output_norm: width 128 is not the head_v_dim 256",)
-    assert problems_of(gated_norm, group_size=48) == ("group_size 48 does not divide the width 128",)
-
-
-def test_a_residual_stream_has_one_norm_after_each_norm_before() -> None:
-    norm, narrow = NormSpec(width=7168, epsilon=1e-6), NormSpec(width=64, epsilon=1e-6)
-    assert problems_of(residual, input_norms=(norm, norm)) == (
-        "post_attention_norms: expected one per input norm, got 1 for 2",
-    )
-    assert problems_of(residual, input_norms=(narrow,)) == ("a norm's width 64 is not the hidden_size 7168",)
-    assert problems_of(residual, input_norms=(), post_attention_norms=()) == (
-        "added_as_given: expected false where no norm reads the stream, as the layer's norms stand before its adds",
-    )
-    assert problems_of(residual, input_norms=())[0] == "post_attention_norms: expected one per input norm, got 1 for 0"
-    assert problems_of(residual, input_norms=[norm])[0].startswith("input_norms: expected a tuple of NormSpec")
-
-
-@pytest.mark.parametrize(
-    ("size", "rank", "problem"),
-    [
-        (0, 0, "size: expected at least 1, got 0"),
-        (True, 0, "size: expected a whole number, got True (bool)"),
-        (2, 2, "rank: expected 0 to 1, or None if unknown, got 2"),
-        (2, -1, "rank: expected 0 to 1, or None if unknown, got -1"),
-        (2, True, "rank: expected 0 to 1, or None if unknown, got True"),
-        (1, None, "rank: the only rank of a size of 1 is 0, got None"),
-        pytest.param(
-            2,
-            10**5000,
-            "rank: expected 0 to 1, or None if unknown, got int, too long or too broken to print",
-            id="huge",
-        ),
-    ],
-)
-def test_a_rank_lies_within_its_size(size: Any, rank: Any, problem: str) -> None:
-    assert problems_of(Parallel, size=size, rank=rank) == (problem,)
 
 
 def test_the_derived_widths_mean_one_thing_each() -> None:

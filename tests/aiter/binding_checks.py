@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from check_tools import LEADING, random, weight
 from norm_checks import DEFAULTS, OPS, check_op, same_results
-from query_checks import MLA_OPS, check_query
 from torch import Tensor
 
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends.aiter import Bound, communicators
 from layerfuse.fusion.backends.aiter.mla import PLAN
+from layerfuse.fusion.metadata import sizes
 from layerfuse.fusion.ops.groups import process_group
 
 
-def plan_of(sizes: dict[str, Any]) -> dict[str, Tensor]:
+def plan_of(said: dict[str, Any]) -> dict[str, Tensor]:
     """Buffers as large as AITER says."""
-    return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in sizes.items()}
+    return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in said.items()}
 
 
 def _batch(requests: int = 4, pages: int = 3) -> dict[str, Tensor]:
@@ -34,14 +34,12 @@ def _batch(requests: int = 4, pages: int = 3) -> dict[str, Tensor]:
 
 
 def mla_metadata_info(call: Callable[..., Any]) -> None:
-    from standin.mla_sizes import mla_shapes
-
     release = sys.modules["aiter._standin"].RELEASE
-    sizes = call(64, 1, 16, torch.bfloat16, torch.bfloat16, False)
-    assert tuple(sizes) == PLAN
-    expected = mla_shapes(release, "gfx950", 64, 1, 16, torch.bfloat16, torch.bfloat16, False, True, 32, False, -1)
-    assert [size for size, _ in sizes.values()] == [(s,) if isinstance(s, int) else tuple(s) for s, _ in expected]
-    assert [dtype for _, dtype in sizes.values()] == [dtype for _, dtype in expected]
+    found = call(64, 1, 16, torch.bfloat16, torch.bfloat16, False)
+    assert tuple(found) == PLAN
+    case = sizes.Case(batch=64, queries=1, heads=16, q="bf16", kv="bf16", arch="gfx950", cu_count=256)
+    assert [tuple(size) for size, _ in found.values()] == list(sizes.metadata_shapes(case, release).values())
+    assert [str(dtype) for _, dtype in found.values()] == [f"torch.{each}" for each in sizes.BUFFER_DTYPE.values()]
 
 
 def mla_metadata(call: Callable[..., Any]) -> None:
@@ -89,7 +87,7 @@ def holding(ranks: Any = None) -> Iterator[tuple[str, Any]]:
         ranks = made(None, torch.device("cpu"))
     with group_of_one() as group:
         of = process_group(group)
-        communicators._held[group, torch.device("cpu")] = communicators._Held(of=of, communicator=ranks, is_ours=False)
+        communicators._held[group, torch.device("cpu")] = communicators._Held(of=of, communicator=ranks)
         yield group, ranks
 
 
@@ -113,12 +111,7 @@ def check_all_reduce(call: Callable[..., Any], op: str, **options: Any) -> None:
 
 
 CALLS: dict[str, Callable[[Callable[..., Any]], None]] = {
-    function.__name__: function
-    for function in (
-        mla_metadata_info,
-        mla_metadata,
-        mla_decode,
-    )
+    function.__name__: function for function in (mla_metadata_info, mla_metadata, mla_decode)
 }
 """What is no op's backend."""
 
@@ -134,8 +127,6 @@ def check_numbers(bound: Bound) -> None:
         CALLS[op](bound.call)
     elif op.startswith("all_reduce"):
         check_all_reduce(bound.call, op)
-    elif op in MLA_OPS:
-        check_query(bound.call, bound.name)
     else:
         check_op(bound.call, op)
 
@@ -144,8 +135,7 @@ def mla_decode_of_several_queries(call: Callable[..., Any], heads: int = 32) -> 
     """Two queries for each request, and heads that are folded: some releases point the output at other storage."""
     batch = _batch() | {"qo_indptr": torch.arange(5, dtype=torch.int32) * 2}
     q, kv = random(8, heads, 576), random(12, 1, 1, 576)
-    sizes = amd.bound("mla_metadata_info").call(4, 2, heads, torch.bfloat16, torch.bfloat16, False)
-    plan = plan_of(sizes)
+    plan = plan_of(amd.bound("mla_metadata_info").call(4, 2, heads, torch.bfloat16, torch.bfloat16, False))
     amd.bound("mla_metadata").call(*batch.values(), heads, 1, True, plan, max_seqlen_qo=2, uni_seqlen_qo=2)
     indices = torch.arange(12, dtype=torch.int32)
     arguments = (q, kv, batch["qo_indptr"], batch["kv_indptr"], indices, batch["kv_last_page_lens"], 2, 512)

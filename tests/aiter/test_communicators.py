@@ -144,31 +144,8 @@ def agreement(rank: int) -> None:
     assert made._ptr == 0
 
 
-def handed_over(rank: int, store: Path) -> None:
-    module = sys.modules["aiter.dist.device_communicators.custom_all_reduce"]
-    group, engine = world(), module.CustomAllreduce(dist.new_group(), CPU)
-    communicators.attach(group, engine)
-    assert communicators.communicator(group, CPU) is engine
-    run(OP, rank)
-    assert len(engine.launches) == 1
-    with pytest.raises(CommunicatorError, match="rank 0: ValueError: the group has one already; close"):
-        communicators.attach(group, engine)
-    assert communicators.communicator(group, CPU) is engine
-    communicators.close()
-    assert engine._ptr == 1, "the engine's is the engine's to close"
-
-    # Rank 1 hands over what is none, or what is too small: nobody uses theirs.
-    with pytest.raises(CommunicatorError, match="rank 1: TypeError: expected AITER's CustomAllreduce, got object"):
-        communicators.attach(group, engine if rank == 0 else object())
-    other = module.CustomAllreduce(None, CPU)
-    other.world_size = 4
-    with pytest.raises(CommunicatorError, match="rank 1: a communicator of 4 ranks for a group of 2"):
-        communicators.attach(group, engine if rank == 0 else other)
-    engine.disabled = rank == 0
-    with pytest.raises(CommunicatorError, match="rank 0: AITER has switched its communicator off"):
-        communicators.attach(group, engine)
-    assert communicators.why_not(group) is None
-
+def renewed(rank: int, store: Path) -> None:
+    group = world()
     # A group of the same name, later: the communicator of the first one is not used for it.
     first = communicators.communicator(group, CPU)
     dist.destroy_process_group()
@@ -184,7 +161,7 @@ def life(rank: int, folder: Path, store: Path) -> None:
         sys.modules.get("aiter") or amd.bound(OP)
         amd.bound(OP)
         agreement(rank)
-        handed_over(rank, store)
+        renewed(rank, store)
 
 
 def test_all_ranks_use_one_or_none_does(tmp_path):
@@ -214,30 +191,6 @@ def test_none_is_made_while_a_graph_is_captured(monkeypatch):
         with pytest.raises(CommunicatorError, match="while a CUDA graph is captured; call the op once before"):
             call(*all_reduce_case(OP, group, (3,)))
         assert not communicators._held
-
-
-@pytest.mark.parametrize(
-    ("capturing", "registers", "in_a_graph", "registered"),
-    [
-        (False, True, True, False),  # captured outside of `capture()`, as by torch.cuda.graph alone
-        (True, True, False, False),  # warming up: AITER's own methods would give zeros
-        (True, False, True, False),  # expandable segments, or gfx1250
-        (True, True, True, True),
-        (False, True, False, False),
-    ],
-)
-def test_the_input_is_registered_where_the_communicator_registers_it(
-    monkeypatch, capturing, registers, in_a_graph, registered
-):
-    with installed(shared_standin("v0.1.20")):
-        calls = {op: amd.bound(op).call for op in FORMS}
-        with holding() as (group, ranks):
-            ranks._IS_CAPTURING, ranks.enable_register_for_capturing = capturing, registers
-            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: in_a_graph)
-            for op, call in calls.items():
-                given = all_reduce_case(op, group, (3,))
-                same_results(call(*given), OPS[op], given)
-                assert ranks.launches.pop() == (True, registered)
 
 
 def test_what_is_too_large_or_outside_of_aiters_window_is_done_by_the_pieces():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from typing import NamedTuple
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,59 +41,62 @@ def build() -> Build:
 # ---- every "no" is a sentence
 
 
-def test_nothing_is_installed():
-    with installed():
-        assert absent() == Absent(reason="not installed", broken=False)
-        assert amd.bind("add_rms_norm") == Refused(name="add_rms_norm", reason="not installed")
+def standin(folder: Path, *gone: str) -> Path:
+    """A release without some of its folders."""
+    make_standin(folder / "a", "v0.1.20")
+    for name in gone:
+        (folder / "a" / name).rename(folder / "gone")
+    return folder / "a"
 
 
-def test_pypi_s_asyncio_helper(tmp_path):
-    with installed(make_unrelated(tmp_path / "a")):
+def both(folder: Path) -> Path:
+    (make_unrelated(folder / "b") / "aiter-0.13.20191203.dist-info").rename(
+        standin(folder) / "aiter-0.13.20191203.dist-info"
+    )
+    return folder / "a"
+
+
+def of_file(name: str) -> Callable[[Path], Path]:
+    """Something else of that name, in a file; or a folder, which is no package."""
+
+    def made(folder: Path) -> Path:
+        file = folder / "a" / name
+        file.parent.mkdir(parents=True)
+        file.write_text("raise SystemExit('imported')\n") if file.suffix else file.mkdir()
+        return folder / "a"
+
+    return made
+
+
+NO: dict[str, tuple[Callable[[Path], Path], bool, str]] = {
+    "nothing": (lambda folder: folder, False, "not installed"),
+    "the asyncio helper": (
+        lambda folder: make_unrelated(folder / "a"), True,
+        "this is PyPI's `aiter` 0.13.20191203, an unrelated asyncio helper, not AMD's AITER; pip uninstall aiter",
+    ),
+    "both in one folder": (both, True, "are both installed, into one folder; uninstall both"),
+    "metadata alone": (lambda f: standin(f, "aiter"), True, "amd-aiter 0.1.20 is installed, but `aiter` cannot be found"),
+    "overwritten by the helper": (
+        lambda f: standin(f, "aiter/ops"), True, "amd-aiter 0.1.20 is installed, but `aiter` has no folder `ops`; install it again",
+    ),
+    "another module": (of_file("aiter.py"), True, "which is not AMD's AITER: it has no folder `ops`"),
+    "another package": (of_file("aiter/__init__.py"), True, "which is not AMD's AITER: it has no folder `ops`"),
+    "a folder that is no package": (of_file("aiter/notes"), False, "not installed"),
+    "a release that no supported engine pins any more": (
+        lambda _: shared_standin(TOO_OLD), True,
+        "this AITER is older than v0.1.16.post3, the oldest that an engine layerfuse supports pins (vLLM 0.26)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO)
+def test_every_no_is_a_sentence(name, tmp_path):
+    make, broken, says = NO[name]
+    with installed(make(tmp_path)):
         found = absent()
-        assert found.broken
-        assert found.reason.startswith(
-            "this is PyPI's `aiter` 0.13.20191203, an unrelated asyncio helper, not AMD's AITER; pip uninstall aiter"
-        )
+        assert found.broken is broken and says in found.reason
         assert amd.bind("add_rms_norm") == Refused(name="add_rms_norm", reason=found.reason)
-
-
-def test_both_in_one_folder(tmp_path):
-    folder = make_standin(tmp_path / "a", "v0.1.20")
-    make_unrelated(tmp_path / "b")
-    (tmp_path / "b" / "aiter-0.13.20191203.dist-info").rename(folder / "aiter-0.13.20191203.dist-info")
-    with installed(folder):
-        assert absent().broken
-        assert "are both installed, into one folder; uninstall both" in absent().reason
-
-
-def test_metadata_whose_files_are_gone(tmp_path):
-    folder = make_standin(tmp_path / "a", "v0.1.20")
-    (folder / "aiter").rename(tmp_path / "moved")
-    with installed(folder):
-        assert absent() == Absent(reason="amd-aiter 0.1.20 is installed, but `aiter` cannot be found", broken=True)
-
-
-def test_files_overwritten_by_the_helper(tmp_path):
-    """`pip install aiter` over amd-aiter, and then uninstalled by hand down to its metadata."""
-    folder = make_standin(tmp_path / "a", "v0.1.20")
-    (folder / "aiter" / "ops").rename(tmp_path / "ops")
-    with installed(folder):
-        assert absent().reason == "amd-aiter 0.1.20 is installed, but `aiter` has no folder `ops`; install it again"
-
-
-@pytest.mark.parametrize("file", ["aiter.py", "aiter/__init__.py"])
-def test_something_else_of_that_name(file, tmp_path):
-    (tmp_path / "a" / file).parent.mkdir(parents=True)
-    (tmp_path / "a" / file).write_text("raise SystemExit('imported')\n")
-    with installed(tmp_path / "a"):
-        assert absent().broken
-        assert "which is not AMD's AITER: it has no folder `ops`" in absent().reason
-
-
-def test_a_folder_of_that_name_is_no_package(tmp_path):
-    (tmp_path / "a" / "aiter" / "notes").mkdir(parents=True)
-    with installed(tmp_path / "a"):
-        assert absent() == Absent(reason="not installed", broken=False)
+        assert amd.installed_releases() is None
 
 
 def test_a_module_without_a_spec(monkeypatch):
@@ -112,17 +116,6 @@ def test_a_module_without_a_spec(monkeypatch):
 def test_a_wheel():
     with installed(shared_standin("v0.1.20")):
         assert build().origin == "AMD's amd-aiter 0.1.20, install build"
-
-
-def test_a_release_that_no_supported_engine_pins_any_more():
-    with installed(shared_standin(TOO_OLD)):
-        found = absent()
-        assert found.broken
-        assert found.reason.startswith(
-            "this AITER is older than v0.1.16.post3, the oldest that an engine layerfuse supports pins (vLLM 0.26)"
-        )
-        assert amd.installed_releases() is None
-        assert amd.bind("add_rms_norm") == Refused(name="add_rms_norm", reason=found.reason)
 
 
 def test_a_source_checkout(tmp_path):
@@ -151,25 +144,19 @@ def test_it_is_looked_for_once():
 # ---- Triton-only mode
 
 
-def hip_and_triton() -> tuple[object, object]:
-    return amd.probe("add_rms_norm"), amd.probe("add_rms_norm.triton")
-
-
-def test_triton_only_by_the_environment(monkeypatch):
-    monkeypatch.setenv("AITER_TRITON_ONLY", "1")
-    with installed(shared_standin("v0.1.20")):
-        hip, triton = hip_and_triton()
-        assert hip == Refused(name="add_rms_norm", reason="Triton-only: AITER_TRITON_ONLY=1 is set")
-        assert not isinstance(triton, Refused)
-
-
-def test_triton_only_without_c_parts(tmp_path):
-    folder = make_standin(tmp_path / "a", "v0.1.20")
-    (folder / "aiter" / "jit").rename(tmp_path / "jit")
-    with installed(folder):
-        hip, _ = hip_and_triton()
-        assert isinstance(hip, Refused)
-        assert hip.reason == "Triton-only: this installation has no C++ parts (there is no folder `jit`)"
+@pytest.mark.parametrize(
+    ("gone", "why"),
+    [
+        ((), "AITER_TRITON_ONLY=1 is set"),
+        (("aiter/jit",), "this installation has no C++ parts (there is no folder `jit`)"),
+    ],
+)
+def test_triton_only_by_the_environment_or_without_c_parts(gone, why, monkeypatch, tmp_path):
+    if not gone:
+        monkeypatch.setenv("AITER_TRITON_ONLY", "1")
+    with installed(standin(tmp_path, *gone)):
+        assert amd.probe("add_rms_norm") == Refused(name="add_rms_norm", reason=f"Triton-only: {why}")
+        assert not isinstance(amd.probe("add_rms_norm.triton"), Refused)
 
 
 def test_what_triton_only_mode_cannot_import_is_a_reason_too(monkeypatch):
@@ -184,12 +171,7 @@ def test_what_triton_only_mode_cannot_import_is_a_reason_too(monkeypatch):
 
 # ---- imports that fail
 
-FAULTS = {
-    "rocm": "RuntimeError",
-    "gfx": "KeyError",
-    "library": "OSError",
-    "module": "ImportError",
-}
+FAULTS = {"rocm": "RuntimeError", "gfx": "KeyError", "library": "OSError", "module": "ImportError"}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -201,25 +183,20 @@ def test_an_import_that_fails_is_a_reason(fault, tmp_path):
         assert amd.bind("add_rms_norm") is found, "asked once"
 
 
-def test_an_exit_during_the_import_is_a_reason(tmp_path):
-    folder = make_standin(tmp_path / "a", "v0.1.20")
-    file = folder / "aiter" / "ops" / "rmsnorm.py"
-    file.write_text(file.read_text() + "\nraise SystemExit(3)\n")
-    (folder / "aiter" / "__init__.py").write_text("")
-    with installed(folder):
-        found = amd.bind("add_rms_norm")
-        assert isinstance(found, Refused)
-        assert found.reason.startswith("importing aiter.ops.rmsnorm raised SystemExit")
-
-
 @pytest.mark.parametrize(
     ("last", "words"),
-    [("del rmsnorm2d_fwd_with_add", "AITER swallowed an error"), ("rmsnorm2d_fwd_with_add = 3", "is a int")],
-)
+    [
+        ("raise SystemExit(3)", "importing aiter.ops.rmsnorm raised SystemExit"),
+        ("del rmsnorm2d_fwd_with_add", "AITER swallowed an error"),
+        ("rmsnorm2d_fwd_with_add = 3", "is a int"),
+        ("def rmsnorm2d_fwd_with_add(:", "has no such function"),
+        ("def rmsnorm2d_fwd_with_add(*args, **kwargs):\n    return args", "has an unknown signature: (*args, **kwargs)"),
+    ],
+)  # fmt: skip
 def test_a_function_that_is_not_there_once_imported(last, words, tmp_path):
-    folder = make_standin(tmp_path / "a", "v0.1.20")
+    folder = standin(tmp_path)
     file = folder / "aiter" / "ops" / "rmsnorm.py"
-    file.write_text(f"{file.read_text()}\n{last}\n")
+    file.write_text(f"{file.read_text()}\n\n{last}\n")
     init = folder / "aiter" / "__init__.py"
     init.write_text(init.read_text().replace("from .ops.rmsnorm import *", ""))
     with installed(folder):
@@ -238,32 +215,17 @@ def test_another_aiter_that_was_imported_before(tmp_path):
         assert "was imported from" in found.reason
 
 
-def test_sources_that_do_not_parse(tmp_path):
-    folder = make_standin(tmp_path / "a", "v0.1.20")
-    (folder / "aiter" / "ops" / "rmsnorm.py").write_text("def rmsnorm2d_fwd_with_add(:\n")
-    with installed(folder):
-        found = amd.probe("add_rms_norm")
-        assert isinstance(found, Refused)
-        assert "has no such function" in found.reason
-
-
 # ---- releases
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_release_is_in_the_range_and_the_range_is_short(release):
-    found = release_range(shared_standin(release) / "aiter")
-    assert release in found
-    assert not found.contradictory
-    assert len(list(found)) <= 4
-
-
 def test_the_probes_tell_these_generations_apart():
-    ranges = {str(release_range(shared_standin(release) / "aiter")) for release in RELEASES}
-    assert ranges == {
+    ranges = {release: release_range(shared_standin(release) / "aiter") for release in RELEASES}
+    assert all(release in found and not found.contradictory for release, found in ranges.items())
+    assert {str(found) for found in ranges.values()} == {
         *("up to v0.1.16.post6", "v0.1.17-rc0 to v0.1.17", "v0.1.17-longctx to v0.1.19"),
         *("v0.1.19.post1 to v0.1.19.post2", "v0.1.20 or later"),
     }
+    assert {probe.since for probe in PROBES} <= set(RELEASES)
 
 
 def test_a_later_release_whose_triton_modules_have_moved_is_no_contradiction(tmp_path):
@@ -286,10 +248,6 @@ def test_files_of_two_releases_are_none_of_either(tmp_path):
     assert list(found) == list(RELEASES), "every restriction is kept"
 
 
-def test_every_probe_names_a_release():
-    assert {probe.since for probe in PROBES} <= set(RELEASES)
-
-
 # ---- the backend
 
 
@@ -309,30 +267,10 @@ def test_aiter_is_a_backend_of_the_ops_and_not_for_this_machine():
         assert choose(op, "cpu").name == "reference"
 
 
-class Normed(NamedTuple):
-    """The case of a norm that quantises in groups."""
-
-    dtype: torch.dtype = BF16
-    width: int = 7168
-    weight_dtype: torch.dtype = BF16
-    weight_offset: float = 0.0
-    quant_dtype: torch.dtype = torch.float8_e4m3fn
-    group_size: int = 128
-    column_major: bool = False
-    tma_aligned: bool = False
-    use_ue8m0: bool = False
-
-
-class Latents(NamedTuple):
-    """The case of the norms of two latents."""
-
-    dtype: torch.dtype = BF16
-    q_width: int = 1536
-    kv_width: int = 512
-    q_weight_dtype: torch.dtype = BF16
-    kv_weight_dtype: torch.dtype = BF16
-    q_weight_offset: float = 0.0
-    kv_weight_offset: float = 0.0
+NORMED = case_type(declared("rms_norm_group_quant"))(
+    BF16, 7168, BF16, 0.0, torch.float8_e4m3fn, 128, column_major=False, tma_aligned=False, use_ue8m0=False
+)
+LATENTS = case_type(declared("mla_dual_rms_norm"))(BF16, 1536, 512, BF16, BF16, 0.0, 0.0)
 
 
 @pytest.fixture
@@ -348,14 +286,16 @@ def test_the_backend_answers_without_importing_and_binds_for_a_case():
             assert found is runs, reason
         assert "aiter" not in sys.modules
     with installed(shared_standin("v0.1.18")):
-        assert aiter_of("mla_dual_rms_norm").refuses(Latents()) is None
+        assert aiter_of("mla_dual_rms_norm").refuses(LATENTS) is None
         assert "aiter" in sys.modules
-        floats = Latents(dtype=torch.float32, q_weight_dtype=torch.float32, kv_weight_dtype=torch.float32)
+        floats = LATENTS._replace(dtype=torch.float32, q_weight_dtype=torch.float32, kv_weight_dtype=torch.float32)
         said = aiter_of("mla_dual_rms_norm").refuses(floats)
         assert said is not None
         assert said.startswith("its kernel takes float16 and bfloat16 only")
-        assert "another dtype" in str(aiter_of("mla_dual_rms_norm").refuses(Latents(q_weight_dtype=torch.float32)))
-        assert "weight offset" in str(aiter_of("mla_dual_rms_norm").refuses(Latents(kv_weight_offset=1.0)))
+        assert "another dtype" in str(
+            aiter_of("mla_dual_rms_norm").refuses(LATENTS._replace(q_weight_dtype=torch.float32))
+        )
+        assert "weight offset" in str(aiter_of("mla_dual_rms_norm").refuses(LATENTS._replace(kv_weight_offset=1.0)))
         call = aiter_of("mla_dual_rms_norm").load()
         x = torch.randn(3, 64).bfloat16()
         ones = torch.ones(64).bfloat16()
@@ -366,11 +306,11 @@ def test_the_backend_answers_without_importing_and_binds_for_a_case():
 @pytest.mark.parametrize(
     ("case", "binding"),
     [
-        (Normed(), "rms_norm_group_quant"),
-        (Normed(width=5120), "rms_norm_group_quant.latents"),
-        (Normed(weight_offset=1.0), "rms_norm_group_quant.latents"),
-        (Normed(width=16384), "rms_norm_group_quant.triton"),
-        (Normed(weight_dtype=torch.float32), "rms_norm_group_quant.triton"),
+        (NORMED, "rms_norm_group_quant"),
+        (NORMED._replace(width=5120), "rms_norm_group_quant.latents"),
+        (NORMED._replace(weight_offset=1.0), "rms_norm_group_quant.latents"),
+        (NORMED._replace(width=16384), "rms_norm_group_quant.triton"),
+        (NORMED._replace(weight_dtype=torch.float32), "rms_norm_group_quant.triton"),
     ],
 )
 def test_the_first_binding_that_takes_a_case_serves_it(case, binding):
@@ -395,16 +335,16 @@ def test_an_op_is_given_a_function_for_each_case(monkeypatch):
 @pytest.mark.usefixtures("on_rocm")
 def test_where_no_binding_takes_a_case_each_says_why():
     with installed(shared_standin("v0.1.16.post6")):
-        said = aiter_of("rms_norm_group_quant").refuses(Normed(width=16384, weight_offset=1.0))
+        said = aiter_of("rms_norm_group_quant").refuses(NORMED._replace(width=16384, weight_offset=1.0))
         assert said is not None
         hip, latents, triton = said.split("; rms_norm_group_quant.")
         assert hip.startswith("rows of more than 8192 columns")
         assert latents.startswith("latents: rows of more than 8192 columns")
         assert triton.startswith("triton: a weight offset: the function knows none")
-        assert "power-of-two" in str(aiter_of("rms_norm_group_quant").refuses(Normed(use_ue8m0=True)))
-        assert "padded columns" in str(aiter_of("rms_norm_group_quant").refuses(Normed(tma_aligned=True)))
+        assert "power-of-two" in str(aiter_of("rms_norm_group_quant").refuses(NORMED._replace(use_ue8m0=True)))
+        assert "padded columns" in str(aiter_of("rms_norm_group_quant").refuses(NORMED._replace(tma_aligned=True)))
     with installed(shared_standin(TOO_OLD)):
-        said = aiter_of("rms_norm_group_quant").refuses(Normed())
+        said = aiter_of("rms_norm_group_quant").refuses(NORMED)
         assert said is not None
         assert said.count("this AITER is older than") == 3
         with pytest.raises(AiterUnavailableError, match="aiter, rms_norm_group_quant: this AITER is older than"):
@@ -417,16 +357,8 @@ def test_an_op_that_aiter_has_nothing_for():
 
 
 def test_the_dtypes_of_weights_are_asked_about_where_a_case_has_them():
-    class Weighed(NamedTuple):
-        dtype: torch.dtype
-        q_width: int
-        kv_width: int
-        q_weight_dtype: torch.dtype
-        kv_weight_dtype: torch.dtype
-
-    same = Weighed(torch.bfloat16, 1536, 512, torch.bfloat16, torch.bfloat16)
-    assert backend.call_of(same).weight_dtype == torch.bfloat16
-    assert backend.call_of(same._replace(kv_weight_dtype=torch.float32)).weight_dtype == torch.float32
+    assert backend.call_of(LATENTS).weight_dtype == BF16
+    assert backend.call_of(LATENTS._replace(kv_weight_dtype=torch.float32)).weight_dtype == torch.float32
 
 
 def test_importing_the_ops_looks_at_nothing_and_loads_no_table_of_aiters():

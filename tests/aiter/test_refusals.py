@@ -201,17 +201,9 @@ def test_more_dimensions_cannot_reach_a_kernel_that_takes_the_width_from_dimensi
 
 
 WRONG_CALLS = {
-    "indices in int64": (
-        "mla_metadata",
-        lambda call: call(*[torch.zeros(2, dtype=torch.int64)] * 3, 16, 1, True, {}),
-        "index tensors are int32",
-    ),
-    "a page size that is no power of two": (
-        "mla_metadata",
-        lambda call: call(*[torch.zeros(2, dtype=torch.int32)] * 3, 16, 1, True, {}, page_size=3),
-        "powers of two only",
-    ),
-}
+    "indices in int64": ("mla_metadata", lambda call: call(*[torch.zeros(2, dtype=torch.int64)] * 3, 16, 1, True, {}), "index tensors are int32"),
+    "a page size that is no power of two": ("mla_metadata", lambda call: call(*[torch.zeros(2, dtype=torch.int32)] * 3, 16, 1, True, {}, page_size=3), "powers of two only"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG_CALLS)

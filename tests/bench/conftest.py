@@ -8,7 +8,6 @@ from layerfuse import bench, registry
 from layerfuse.bench.choosing import Options, make_case
 from layerfuse.bench.plain_torch import EAGER_TORCH
 from layerfuse.fusion import FUSIONS, backends, ops  # noqa: F401 (the backends register themselves with the ops)
-from layerfuse.fusion.catalog import add
 
 TINY = {"device": "cpu", "quick": True, "tokens": [1, 5]}
 
@@ -66,7 +65,7 @@ def another():
 
     def put(**changes):
         fusion = attrs.evolve(ANOTHER, **changes)
-        add(FUSIONS._all(), fusion)
+        FUSIONS._all()[fusion.name] = fusion
         names.append(fusion.name)
         return fusion
 

@@ -1,50 +1,17 @@
 """AITER's Triton ops from a checkout: what stands in off ROCm, held to a small package that imports as AITER does."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
-from helpers import run_copy
+from helpers import files_in, run_copy
 
 from layerfuse.bench import aiter_checkout
-
-FILES = {
-    "aiter/__init__.py": """
-import os
-assert os.environ["AITER_TRITON_ONLY"] == "1", "this would build C++"
-""",
-    "aiter/utility/__init__.py": "",
-    "aiter/utility/dtypes.py": "raise RuntimeError('ROCm version file not found')",
-    "aiter/ops/__init__.py": "",
-    "aiter/ops/triton/__init__.py": "",
-    "aiter/ops/triton/utils/__init__.py": "",
-    "aiter/ops/triton/utils/_triton/__init__.py": "",
-    "aiter/ops/triton/utils/_triton/arch_info.py": """
-import jax
-
-def get_arch():
-    raise RuntimeError
-
-def is_fp8_avail():
-    raise RuntimeError
-""",
-    "aiter/ops/triton/normalization/__init__.py": "",
-    "aiter/ops/triton/normalization/rmsnorm.py": """
-from aiter.ops.triton.utils._triton.arch_info import get_arch, is_fp8_avail
-rms_norm = ("rms_norm", get_arch(), is_fp8_avail())
-rmsnorm2d_fwd_with_add = "with_add"
-rmsnorm2d_fwd_with_dynamicquant = "dynamicquant"
-""",
-    "aiter/ops/triton/quant/__init__.py": "from aiter.utility import dtypes",
-    "aiter/ops/triton/quant/fused_fp8_quant.py": """
-import aiter
-fused_rms_fp8_group_quant = aiter.dtypes.fp8
-""",
-}
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    for name, text in FILES.items():
+    for name, _, text in files_in((Path(__file__).parent / "aiter_checkout.txt").read_text(encoding="utf-8")):
         file = tmp_path / "a checkout" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)

@@ -132,49 +132,6 @@ def test_other_rows_are_contiguous_tensors_of_their_own(case):
     assert not torch.equal(x, residual)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (
-            {"model": "deepseek-v2-lite"},
-            "deepseek-v2-lite has no site where mla_dual_rms_norm can stand: q_lora_rank is",
-        ),
-        ({"model": "gpt-oss-20b"}, "it has none of the kind latents (the norms of an MLA layer's"),
-        ({"fusion": "add_rms_norm", "model": "nope"}, "nope"),
-        ({"widths": (1,)}, "widths of mla_dual_rms_norm are 2 numbers, q_width, kv_width, then perhaps that of what"),
-        ({"widths": (0, 2, 3)}, "widths of mla_dual_rms_norm are 2 numbers"),
-        ({"widths": (1, 2, 3, 4)}, "got 1,2,3,4"),
-        ({"fusion": "add_rms_norm", "widths": (8, 8)}, "widths of add_rms_norm are 1 number, width; got 8,8"),
-        ({"dtype": "bf61"}, "dtype must be one of bf16, fp16, fp32, got 'bf61'; did you mean 'bf16'"),
-        ({"ue8m0": True}, "mla_dual_rms_norm quantises nothing, so it has no ue8m0 scales"),
-        ({"fp8": "e4m3fn"}, "mla_dual_rms_norm quantises nothing, so it has no fp8 format"),
-        ({"group_size": 64}, "mla_dual_rms_norm has no groups; add_rms_norm_group_quant and"),
-        ({"heads": 4}, "mla_dual_rms_norm norms no heads, so it takes no number of them"),
-        ({"fusion": "gated_rms_norm", "heads": 0}, "heads must be at least 1, got 0"),
-        ({"fusion": "gated_rms_norm", "activation": "gelu"}, "activation must be one of silu, sigmoid, got 'gelu'"),
-        ({"fusion": "add_rms_norm", "pad_to": 3072}, "add_rms_norm pads nothing"),
-        ({"fusion": "add_rms_norm_pad", "pad_to": 2560}, "rows of 2880 columns cannot be padded to 2560"),
-        ({"fusion": "rms_norm_mxfp8_quant", "fp8": "e4m3fnuz"}, "has a format of its own"),
-        ({"fusion": "rms_norm_mxfp4_quant", "ue8m0": True}, "has no scales that could be rounded to powers of two"),
-        (
-            {"fusion": "rms_norm_mxfp4_quant", "widths": (100,)},
-            "one scale per 32 columns: the width must be a multiple",
-        ),
-        ({"fusion": "rms_norm_nvfp4_quant", "widths": (40,)}, "one scale per 16 columns: the width must be a multiple"),
-        ({"fusion": "silu_mul_static_quant", "widths": (64,), "weight_offset": 1.0}, "takes no offset of its weights"),
-        ({"fusion": "silu_mul_static_quant", "widths": (64,), "limit": -1.0}, "takes no such limit"),
-        ({"fusion": "mla_dual_rms_norm_per_token_quant", "group_size": 64}, "has no groups"),
-        ({"fusion": "mla_dual_rms_norm_per_token_quant", "column_major": True}, "has no groups"),
-        ({"fusion": "mla_dual_rms_norm_group_quant", "group_size": 48}, "must be one of 32, 64, 128, got 48"),
-        ({"fusion": "mla_dual_rms_norm_group_quant", "fp8": "e5m2"}, "fp8 must be one of e4m3fn, e4m3fnuz, got 'e5m2'"),
-    ],
-)
-def test_a_case_that_cannot_be_says_why(case, given, said):
-    with pytest.raises((bench.BenchError, LookupError), match=r"^[a-z]") as error:
-        case(**given)
-    assert said in str(error.value)
-
-
 def test_an_unknown_fusion_or_peer_is_answered_with_the_closest(tiny):
     with pytest.raises(bench.UnknownFusionError, match="did you mean 'mla_dual_rms_norm'"):
         tiny("mla_dual_rmsnorm")

@@ -112,93 +112,6 @@ def a_last_element(*results):
     return results
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda q, kv: (q * 1.02, kv), "a norm is off by"),
-        (a_last_element, "a norm is off by"),
-        (lambda q, kv: (torch.zeros_like(q), kv), "a norm is off by"),
-        (lambda q, kv: (q, torch.full_like(kv, float("nan"))), "a norm holds NaN"),
-        (lambda q, kv: (kv, q), "results are bfloat16 (5, 128), bfloat16 (5, 256), expected"),
-        (lambda q, kv: (q.float(), kv), "results are float32 (5, 256)"),
-        (lambda q, kv: (q,), "results are bfloat16 (5, 256), expected"),
-    ],
-    ids=["two percent", "one element", "zeros", "NaN", "swapped", "another dtype", "one missing"],
-)
-def test_a_wrong_norm_gets_no_time(tiny, peer, change, said):
-    peer(change)
-    result = tiny(names=[OURS, "broken", "copy"])
-    verdict, message = held_against(result)
-    assert verdict == "wrong"
-    assert said in message
-    assert result.rows[0].us(OURS) is not None
-    assert report.tables(result)[0].rows[0][-1] == "wrong"
-    assert any(line.startswith("broken wrong at 5 tokens: ") for line in report.remarks(result))
-    bench.markdown(result)
-
-
-@pytest.mark.parametrize("fusion", DUAL_QUANTS)
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (as_bytes(lambda q: q - ((q & 0x7F) > 0).byte()), "a quantised value is off by"),
-        (as_bytes(lambda q: q.fill_(0x7F)), "a quantised value or a scale is NaN"),
-        (lambda q, scales, kv: (q, scales * 1.05, kv), "a scale is off by"),
-        (lambda q, scales, kv: (q, scales.flip(0), kv), "a scale is off by"),
-        (lambda q, scales, kv: (q, scales, kv * 1.02), "a norm is off by"),
-        (lambda q, scales, kv: (q.float(), scales, kv), "results are float32 (5, 256)"),
-    ],
-    ids=["a step too small", "NaN", "scale", "rows swapped", "kv", "not quantised"],
-)
-def test_a_wrong_quantisation_gets_no_time(tiny, peer, fusion, change, said):
-    peer(change)
-    verdict, message = held_against(tiny(fusion, names=["broken"], tokens=[5]))
-    assert verdict == "wrong"
-    assert said in message
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda normed, total: (normed * 1.02, total), "a norm is off by"),
-        (lambda normed, total: (normed, total * 1.01), "a sum is off by"),
-        (lambda normed, total: (normed, torch.full_like(total, float("nan"))), "a sum holds NaN"),
-        (lambda normed, total: (total, normed), "is off by"),
-    ],
-    ids=["norm", "sum", "NaN", "swapped"],
-)
-def test_a_wrong_sum_or_its_norm_gets_no_time(tiny, peer, change, said):
-    peer(change)
-    verdict, message = held_against(tiny("add_rms_norm", names=["broken"], tokens=[5]))
-    assert verdict == "wrong"
-    assert said in message
-
-
-@pytest.mark.parametrize(
-    ("fusion", "change", "said"),
-    [
-        ("rms_norm_static_quant", as_bytes(lambda q: q ^ 0x80), "half steps of fp8"),
-        ("rms_norm_mxfp8_quant", lambda q, e: (q, e + 1), "an exponent is not that of the largest of its values"),
-        ("rms_norm_mxfp8_quant", as_bytes(lambda q: q - ((q & 0x7F) > 0).byte()), "half steps of fp8"),
-        ("rms_norm_mxfp4_quant", lambda q, e: ((q >> 4) | (q << 4), e), "half steps of fp4"),
-        ("rms_norm_nvfp4_quant", lambda q, e: ((q >> 4) | (q << 4), e), "half steps of fp4"),
-        ("rms_norm_nvfp4_quant", lambda q, e: (q, next_scale(e)), "a scale is not that of the largest of its values"),
-        ("add_rms_norm_pad", lambda x, total: (pad_with_ones(x), total), "the padding is not zero"),
-        ("add_rms_norm_pad", lambda x, total: (x[:, :256], total), "results are bfloat16 (5, 256)"),
-        ("rms_norm_group_quant_with_norm", lambda q, scales, normed: (q, scales, normed * 1.02), "a norm is off by"),
-        ("rms_norm_group_quant_with_norm", lambda q, scales, normed: (q, scales * 1.05, normed), "a scale is off by"),
-        ("gated_rms_norm", lambda normed: (normed.flip(1),), "a norm is off by"),
-        ("silu_mul_group_quant", lambda q, scales: (q.roll(1, 0), scales), "half steps of fp8"),
-    ],
-)
-def test_a_wrong_result_of_any_kind_gets_no_time(tiny, peer, fusion, change, said):
-    peer(change)
-    more = {"pad_to": 300} if fusion == "add_rms_norm_pad" else {}
-    verdict, message = held_against(tiny(fusion, names=["broken"], tokens=[5], **more))
-    assert verdict == "wrong"
-    assert said in message
-
-
 def next_scale(scales):
     return (scales.view(torch.uint8) + 2).view(scales.dtype)
 
@@ -207,26 +120,89 @@ def pad_with_ones(x):
     return torch.cat([x[:, :-1], torch.ones_like(x[:, -1:])], -1)
 
 
-def test_aligned_scales_that_are_not_aligned_are_wrong(tiny, peer):
-    peer(lambda q, scales: (q, scales.t().contiguous().t()))
-    verdict, message = held_against(tiny("rms_norm_group_quant", names=["broken"], tokens=[5], tma_aligned=True))
-    assert (verdict, message) == ("wrong", "the scales (5, 2) have strides (1, 5), expected (1, 8)")
+A_STEP_TOO_SMALL = as_bytes(lambda q: q - ((q & 0x7F) > 0).byte())
+WRONG = {
+    "mla_dual_rms_norm": [
+        (lambda q, kv: (q * 1.02, kv), "a norm is off by"),
+        (a_last_element, "a norm is off by"),
+        (lambda q, kv: (torch.zeros_like(q), kv), "a norm is off by"),
+        (lambda q, kv: (q, torch.full_like(kv, float("nan"))), "a norm holds NaN"),
+        (lambda q, kv: (kv, q), "results are bfloat16 (5, 128), bfloat16 (5, 256), expected"),
+        (lambda q, kv: (q.float(), kv), "results are float32 (5, 256)"),
+        (lambda q, kv: (q,), "results are bfloat16 (5, 256), expected"),
+    ],
+    **dict.fromkeys(
+        DUAL_QUANTS,
+        (
+            (A_STEP_TOO_SMALL, "a quantised value is off by"),
+            (as_bytes(lambda q: q.fill_(0x7F)), "a quantised value or a scale is NaN"),
+            (lambda q, scales, kv: (q, scales * 1.05, kv), "a scale is off by"),
+            (lambda q, scales, kv: (q, scales.flip(0), kv), "a scale is off by"),
+            (lambda q, scales, kv: (q, scales, kv * 1.02), "a norm is off by"),
+            (lambda q, scales, kv: (q.float(), scales, kv), "results are float32 (5, 256)"),
+        ),
+    ),
+    "add_rms_norm": [
+        (lambda normed, total: (normed * 1.02, total), "a norm is off by"),
+        (lambda normed, total: (normed, total * 1.01), "a sum is off by"),
+        (lambda normed, total: (normed, torch.full_like(total, float("nan"))), "a sum holds NaN"),
+        (lambda normed, total: (total, normed), "is off by"),
+    ],
+    "rms_norm_static_quant": [(as_bytes(lambda q: q ^ 0x80), "half steps of fp8")],
+    "rms_norm_mxfp8_quant": [
+        (lambda q, e: (q, e + 1), "an exponent is not that of the largest of its values"),
+        (A_STEP_TOO_SMALL, "half steps of fp8"),
+    ],
+    "rms_norm_mxfp4_quant": [(lambda q, e: ((q >> 4) | (q << 4), e), "half steps of fp4")],
+    "rms_norm_nvfp4_quant": [
+        (lambda q, e: ((q >> 4) | (q << 4), e), "half steps of fp4"),
+        (lambda q, e: (q, next_scale(e)), "a scale is not that of the largest of its values"),
+    ],
+    "add_rms_norm_pad pad_to": [
+        (lambda x, total: (pad_with_ones(x), total), "the padding is not zero"),
+        (lambda x, total: (x[:, :256], total), "results are bfloat16 (5, 256)"),
+    ],
+    "rms_norm_group_quant_with_norm": [
+        (lambda q, scales, normed: (q, scales, normed * 1.02), "a norm is off by"),
+        (lambda q, scales, normed: (q, scales * 1.05, normed), "a scale is off by"),
+    ],
+    "gated_rms_norm": [(lambda normed: (normed.flip(1),), "a norm is off by")],
+    "silu_mul_group_quant": [(lambda q, scales: (q.roll(1, 0), scales), "half steps of fp8")],
+    "rms_norm_group_quant tma_aligned": [
+        (lambda q, s: (q, s.t().contiguous().t()), "the scales (5, 2) have strides (1, 5), expected (1, 8)")
+    ],
+    "mla_dual_rms_norm_group_quant column_major": [
+        (lambda q, s, kv: (q, s.contiguous(), kv), "the scales (5, 2) have strides (2, 1), expected (1, 5)")
+    ],
+    f"{DUAL_QUANTS[0]} ue8m0": [
+        (lambda q, scales, kv: (q, scales * 0.9, kv), "a scale is not the power of two that it should be")
+    ],
+}
+"""Fusion and option -> how a peer's results are changed, and what is said of them."""
 
 
-def test_scales_that_lie_the_other_way_are_wrong(tiny, peer):
-    peer(lambda q, scales, kv: (q, scales.contiguous(), kv))
-    verdict, message = held_against(
-        tiny("mla_dual_rms_norm_group_quant", names=["broken"], tokens=[5], column_major=True)
-    )
-    assert (verdict, message) == ("wrong", "the scales (5, 2) have strides (2, 1), expected (1, 5)")
+@pytest.mark.parametrize(
+    ("fusion", "change", "said"),
+    [pytest.param(fusion, *each, id=f"{fusion}-{each[1]}") for fusion, several in WRONG.items() for each in several],
+)
+def test_a_wrong_result_gets_no_time(tiny, peer, fusion, change, said):
+    peer(change)
+    fusion, *options = fusion.split()
+    more = {option: 300 if option == "pad_to" else True for option in options}
+    verdict, message = held_against(tiny(fusion, names=["broken"], tokens=[5], **more))
+    assert verdict == "wrong"
+    assert said in message
 
 
-def test_scales_that_are_no_powers_of_two_are_wrong_where_they_were_asked_for(tiny, peer):
-    peer(lambda q, scales, kv: (q, scales * 0.9, kv))
-    assert held_against(tiny(DUAL_QUANTS[0], names=["broken"], ue8m0=True)) == (
-        "wrong",
-        "a scale is not the power of two that it should be",
-    )
+def test_a_wrong_peer_stands_in_the_report_beside_the_times_of_others(tiny, peer):
+    peer(lambda q, kv: (q * 1.02, kv))
+    result = tiny(names=[OURS, "broken", "copy"])
+    assert held_against(result)[0] == "wrong"
+    assert result.rows[0].us(OURS) is not None
+    assert report.tables(result)[0].rows[0][-1] == "wrong"
+    for at in ("1 token", "5 tokens"):
+        assert any(line.startswith(f"broken wrong at {at}: ") for line in report.remarks(result))
+    bench.markdown(result)
 
 
 def test_results_that_are_not_written_again_are_seen(tiny, peer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import threading
@@ -93,7 +94,7 @@ def test_a_step_of_prompts_is_held_once_they_come_together(arm):
                 input_ids=[0] * number * len(rows[0]),
                 forward_mode=SimpleNamespace(is_decode=lambda: False),
             )
-            sglang_probe._eager(lambda *_: ran.append(len(asked)), SimpleNamespace(), batch)
+            sglang_probe._forward(lambda *_: ran.append(len(asked)), SimpleNamespace(), batch)
 
     arm._generate = generate
     found = arm.prompts(3, 5, 2)
@@ -111,8 +112,8 @@ def test_sequences_that_never_decode_together_are_said(arm):
 
 
 def test_log_probabilities_are_those_of_the_given_tokens(arm):
+    from arm import PROMPTS, prompts
     from sglang_arm import _thought
-    from vllm_arm import PROMPTS, prompts
 
     def generate(rows, sampling, **how):
         assert (sampling["max_new_tokens"], how["logprob_start_len"]) == (1, 0)
@@ -140,8 +141,8 @@ def test_log_probabilities_are_those_of_the_given_tokens(arm):
 
 
 def test_an_error_does_not_leave_steps_of_prompts_to_layerfuse(arm):
+    from arm import PROMPTS
     from sglang_probe import FUSED
-    from vllm_arm import PROMPTS
 
     seen = []
 
@@ -160,7 +161,8 @@ def test_the_arm_without_a_named_fusion_is_told_nothing_and_all_else_is_alike():
 
     made = object.__new__(sglang_engine.Engine)
     made.report = Path("report")
-    own, default, named = (made.variables(each, Path("work")) for each in (None, ("default",), sglang_engine.NAMED))
+    of_name = sglang_engine.STAGES["sglang"]["deepseek-v3-rank8-dense"].arms["named"].fusions
+    own, default, named = (made.variables(each, Path("work")) for each in (None, ("default",), of_name))
     assert (own["SGLANG_PLUGINS"], own["LAYERFUSE_FUSIONS"]) == ("sglang_probe", "")
     assert (default["SGLANG_PLUGINS"], default["LAYERFUSE_FUSIONS"]) == ("sglang_probe,layerfuse", "")
     assert named == {**default, "LAYERFUSE_FUSIONS": "add_rms_norm,add_rms_norm_group_quant,rms_norm_group_quant"}
@@ -174,9 +176,40 @@ def test_an_arm_of_another_name_is_an_error_before_anything_starts(monkeypatch, 
         sys, "argv", ["sglang_engine.py", "tiny", "deepseek-v3-rank8-dense", "--arms", "sglang", "fussed"]
     )
     with pytest.raises(SystemExit):
-        vllm_engine.main("", sglang_engine.Engine, sglang_engine.STAGES)
+        vllm_engine.main("", sglang_engine.Engine, sglang_engine.STAGES["sglang"])
     said = capsys.readouterr().err
     assert (
         "no arm of these stages is called 'fussed'; known: sglang, default, named, triton, flashinfer, breakable"
         in said
+    )
+
+
+SERVES = """
+import json, os, sys, time
+answers = os.fdopen(int(sys.argv[2]), "w")
+report = {"modules": {"model": {"missed": []}}}
+open(os.environ["LAYERFUSE_REPORT"], "w").write(json.dumps(report))
+print(json.dumps({"result": "ready"}), file=answers, flush=True)
+for command in map(json.loads, sys.stdin):
+    if command[-1] == 2:
+        time.sleep(max(0, float(os.environ["ENDS"]) - time.monotonic()))
+    print(json.dumps({"result": {"seed": command[-1]}}), file=answers, flush=True)
+"""
+
+
+def test_a_round_that_the_limit_finds_begun_is_waited_for_and_written(monkeypatch, tmp_path):
+    """The second that counts ends behind the limit; the third is not begun."""
+    import sglang_serve
+
+    (script := tmp_path / "arm.py").write_text(SERVES)
+    monkeypatch.setattr(sglang_serve.Engine, "script", str(script))
+    monkeypatch.setattr(sglang_serve, "WORK", tmp_path)
+    monkeypatch.setenv("ENDS", str(time.monotonic() + 6))
+    out, limit = tmp_path / "serve.json", ["--limit", "5", "--rounds", "4"]
+    monkeypatch.setattr(sys, "argv", ["", "tiny-qwen3", *limit, "--out", str(out), "--logs", str(tmp_path / "logs")])
+    sglang_serve.main()
+    found = json.loads(out.read_text())["shapes"]["tiny-qwen3"]
+    assert found["rounds"] == {arm: [{"seed": 1}, {"seed": 2}] for arm in ("sglang", "all")}
+    assert found["fusions"]["all"] == list(
+        sglang_serve.stage("sglang", ["mla"], shape="tiny-qwen3").arms["all"].fusions
     )

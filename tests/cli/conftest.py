@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -13,6 +13,8 @@ from attrs import frozen
 
 from layerfuse import registry
 from layerfuse.cli import main
+from layerfuse.fusion import FUSIONS
+from layerfuse.fusion.backends import aiter as amd
 from layerfuse.registry import files
 from layerfuse.registry.toml import written
 
@@ -39,6 +41,35 @@ def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """What whoever runs the tests has set about their terminal (pytest-xdist sets COLUMNS) is not what is tested."""
     for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Packages that look installed, which raise where they are imported: `packages("aiter", "amd-aiter", "0.1.15")`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
+
+    def make(module: str, dist: str, version: str, entry_point: str = "", files: Sequence[str] = ()) -> Path:
+        """`entry_point`: its group in brackets, and the line below it."""
+        made.append(module)
+        for file in ("__init__.py", *files):
+            path = tmp_path / module / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("raise RuntimeError('this package must not be imported')\n", encoding="utf-8")
+        info = tmp_path / f"{dist.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n", encoding="utf-8")
+        if entry_point:
+            (info / "entry_points.txt").write_text(entry_point.replace("] ", "]\n"), encoding="utf-8")
+        amd.forget()
+        FUSIONS.forget()
+        return tmp_path / module
+
+    yield make
+    for module in made:  # tests name their packages alike
+        sys.modules.pop(module, None)
+    amd.forget()
+    FUSIONS.forget()
 
 
 @pytest.fixture

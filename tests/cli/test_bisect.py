@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import backend_at_hand, outside_package, run_copy
 
 from layerfuse import bisecting, registry
 from layerfuse.bisecting import smallest
-from layerfuse.fusion import FusionConfig, FusionConfigError, Target, plan
+from layerfuse.fusion import FusionConfig, FusionConfigError, Target, compile, plan  # noqa: A004
+from layerfuse.registry.inspect import ConfigError
 from layerfuse.testing import small_model
 
 RUN = """
@@ -48,7 +50,12 @@ def test_a_wrong_kernel_is_named_with_its_site(outside, prompts):
     lines = answer.stdout.splitlines()
     assert "outside_add_rms_norm at 4 sites" in lines[0] and "mla_dual_rms_norm at 2 sites" in lines[0]
     assert any(line.startswith("outside_add_rms_norm at 2 sites: off by ") for line in lines)
+    doing = [line.partition("] ")[2] for line in answer.stderr.splitlines() if line.startswith("[")]
+    assert doing[:3] == ["building a small deepseek-v3", "without fusions", "with all fusions"]
     end = lines.index("found:")
+    assert len(doing) == end + 2 and all(
+        line.startswith("with ") for line in doing[2:]
+    )  # each run has its result on stdout
     assert lines[end + 1].startswith("  outside_add_rms_norm at model")
     assert lines[end + 2].startswith("  off by ") and lines[end + 2].endswith("too far")
     assert lines[end + 3].startswith("without it: off by ") and lines[end + 3].endswith("too far")
@@ -59,27 +66,25 @@ def test_nothing_moves_where_fusions_are_right_and_the_model_comes_from_a_folder
     model.save_pretrained(tmp_path / "model")
     answer = bisected(outside, tmp_path / "model", prompts, fusions="-outside_add_rms_norm")
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "near enough" in answer.stdout and answer.stdout.endswith("no fusion moves a number\n")
+    assert "near enough" in answer.stdout and answer.stdout.endswith("no fusion moves a number too far\n")
     wrong = bisected(outside, tmp_path / "model", prompts, "--greedy", fusions="outside_add_rms_norm")
     assert wrong.returncode == 0, wrong.stdout + wrong.stderr
 
-
-def test_what_is_wrong_with_the_arguments_is_said(run, prompts, tmp_path):
-    assert run("bisect", "no-such-model", prompts).code == 2
-    bad = tmp_path / "bad.jsonl"
-    for text, says in (
-        ("[1, 2]\n[1, x]\n", "line 2: expected token ids"),
-        ("[true]\n", "line 1"),
-        ("\n", "there is none"),
-    ):
-        bad.write_text(text)
-        answer = run("bisect", "deepseek-v3", bad)
-        assert answer.code == 2 and says in answer.err
-    bad.write_text("[1, 100000]\n")
-    assert "token 100000 is beyond the " in run("bisect", "deepseek-v3", bad).err
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
-    answer = run("bisect", tmp_path, prompts)
-    assert answer.code == 1 and "transformers does not load it" in answer.err
+    sites = {"final": "outside_add_rms_norm", "layers.0.self_attn:latents": "mla_dual_rms_norm"}
+    rows = [{"site": site, "fusion": fusion, "outcome": "fused"} for site, fusion in sites.items()]
+    rows += [{"site": "layers.0:post_attention", "fusion": "outside_add_rms_norm", "outcome": "missed"}]
+    rows += [{"site": "layers.1:input", "fusion": "add_rms_norm", "outcome": "fused"}]
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps({"layerfuse": "1", "modules": {"EngineForCausalLM.model": {"sites": rows}}}))
+    named = bisected(outside, tmp_path / "model", prompts, "--report", file, fusions="")
+    assert named.returncode == 1, named.stdout + named.stderr
+    lines = named.stdout.splitlines()
+    assert lines[0] == "EngineForCausalLM of the report is taken for DeepseekV3ForCausalLM"
+    assert lines[1] == "not searched: add_rms_norm at model.layers.1:input: the model has no such site"
+    assert {*lines[2].partition(": off")[0].split(", ")} == {
+        f"{fusion} at {'model:' if site == 'final' else 'model.'}{site}" for site, fusion in sites.items()
+    }
+    assert lines[lines.index("found:") + 1] == "  outside_add_rms_norm at model:final"
 
 
 @pytest.mark.parametrize(
@@ -133,6 +138,160 @@ def test_two_that_move_a_number_only_together(monkeypatch):
         ("model:final", "add_rms_norm"),
     }
     assert not found.others.beyond and found.moved.beyond
+
+
+@pytest.fixture(scope="module")
+def deepseek() -> Any:
+    return small_model(registry.model("deepseek-v3"), layers=2, hidden_size=64, heads=2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"), [(0, "0 other greedy tokens"), (1, "1 other greedy token"), (2, "2 other greedy tokens")]
+)
+def test_tokens_are_counted_in_words(tokens: int, said: str) -> None:
+    moved = bisecting.Moved(relative=0.5, prompt=1, position=2, tokens=tokens, beyond=True)
+    assert str(moved).endswith(f", {said}: too far")
+
+
+ADD, DUAL = "add_rms_norm", "mla_dual_rms_norm"
+
+
+def reported(*pairs: tuple[str, str], model: str = "", beside: tuple[str, ...] = ()) -> bisecting.Reported:
+    return bisecting.Reported(model=model, sites=(*(site for site, _ in pairs), *beside), pairs=pairs)
+
+
+def test_what_a_report_names_is_found_in_a_model_or_said_to_be_missing(deepseek, monkeypatch):
+    expected = {
+        ("model.layers.1:input", ADD): "",
+        ("model.layers.1.self_attn:latents", DUAL): "",
+        ("model:final", ADD): "",
+        ("model.layers.0:input", ADD): "the first layer's input norm has no residual to add",
+        ("model.layers.2:input", ADD): "the model has no such site",
+        ("1:input", ADD): "the model has no such site",
+        ("mtp.layers.0:input", ADD): "the model has no such site",
+        ("vision_tower.encoder.layers.1:post_attention", ADD): "the model has no such site",
+        ("input", ADD): "the model has no such site",
+        ("model.layers.1:input", "another_rms_norm"): "no fusion is called that here",
+        ("model.layers.1:post_attention", DUAL): "it has no place there",
+    }
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "")
+    found = bisecting.matched(deepseek, [reported(*expected)])
+    assert found.unmatched == {pair: why for pair, why in expected.items() if why}
+    assert found.pairs == tuple(pair for pair, why in expected.items() if not why)
+    assert found.renamed == {}
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"-{ADD}")
+    found = bisecting.matched(deepseek, [reported(*expected)])
+    assert found.pairs == (("model.layers.1.self_attn:latents", DUAL),)
+    assert "switched off by LAYERFUSE_FUSIONS" in found.unmatched["model.layers.1:input", ADD]
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "none")
+    assert bisecting.matched(deepseek, [reported(*expected)]).pairs == ()
+
+
+@pytest.mark.parametrize("start", ["language_model.model.", "model.language_model.", ""])
+def test_layers_at_another_path_are_the_models_where_they_have_the_same_numbers(deepseek, start, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "")
+    inside = [("layers.1:post_attention", ADD), ("layers.0.self_attn:latents", DUAL)]
+    final = f"{start[:-1]}:final".removeprefix(":") if start else "final"
+    pairs = [*((start + site, fusion) for site, fusion in inside), (final, ADD)]
+    tower = reported(("vision_tower.encoder.layers.2:input", ADD), beside=("vision_tower.encoder.layers.0:input",))
+    found = bisecting.matched(deepseek, [tower, reported(*pairs)])
+    assert found.pairs == (*((f"model.{site}", fusion) for site, fusion in inside), ("model:final", ADD))
+    assert found.renamed == {start[:-1] or "the model itself": "model"}
+    assert found.unmatched == {tower.pairs[0]: "the model has no such site"}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "beside"),
+    [
+        ([("mtp.layers.0:post_attention", ADD)], ()),
+        ([("vision_tower.encoder.layers.1:post_attention", ADD)], ()),
+        ([("tower.layers.1:input", ADD)], ("tower.layers.0:input", "tower.layers.2:input")),
+        ([("tower.layers.1:input", ADD)], ("tower.layers.0:input", "other:final")),
+        ([("tower.blocks.1:input", ADD)], ("tower.blocks.0:input",)),
+        ([("mtp:final", ADD)], ()),
+    ],
+)
+def test_other_layers_are_not_taken_for_the_models(deepseek, pairs, beside, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "")
+    found = bisecting.matched(deepseek, [reported(*pairs, beside=beside)])
+    assert (found.pairs, found.renamed) == ((), {})
+    assert set(found.unmatched.values()) == {"the model has no such site"}
+
+
+def of_engine(file: Path, **modules: Any) -> tuple[bisecting.Reported, ...]:
+    """An engine's report of `Class=[(site, outcome)]`, each at `model`."""
+    rows = {
+        f"{name}.model": {"sites": [{"site": site, "fusion": ADD, "outcome": outcome} for site, outcome in sites]}
+        for name, sites in modules.items()
+    }
+    file.write_text(json.dumps({"modules": rows}))
+    return bisecting.reported_in(file)
+
+
+def test_a_draft_is_not_taken_for_the_model(deepseek, tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "")
+    site = "layers.0:post_attention"
+    draft = {"EagleDeepseekV3ForCausalLM": [(site, "fused")]}
+    for outcome, pairs in (("missed", ()), ("fused", ((f"model.{site}", ADD),))):
+        both = of_engine(tmp_path / "report.json", DeepseekV3ForCausalLM=[(site, outcome)], **draft)
+        found = bisecting.matched(deepseek, both)
+        assert found.pairs == pairs and found.renamed == {}
+        assert found.unmatched == {
+            (f"EagleDeepseekV3ForCausalLM.model.{site}", ADD): (
+                "it is of another model of the report than DeepseekV3ForCausalLM, which is searched"
+            )
+        }
+    alone = bisecting.matched(deepseek, of_engine(tmp_path / "report.json", KimiForCausalLM=[(site, "fused")]))
+    assert alone.pairs == ((f"model.{site}", ADD),)
+    assert alone.renamed == {"KimiForCausalLM": "DeepseekV3ForCausalLM"}
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_what_did_not_run_is_named_and_nothing_at_all_is_an_error(monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "")
+    model = small_model(registry.model("deepseek-v3"), layers=1, hidden_size=64, heads=2)
+    norm = model.model.norm
+    norm.forward = lambda x: x * norm.weight
+    final, latents = ("model:final", ADD), ("model.layers.0.self_attn:latents", DUAL)
+    said: list[str] = []
+    assert bisecting.bisect(model, [[1, 2, 3]], among=[final, latents], step=said.append) is None
+    assert said[0].startswith(f"{DUAL} at {latents[0]}: off by")
+    assert said[1].startswith(f"not searched: {ADD} at model:final: its weight is read by ") and len(said) == 2
+    with pytest.raises(bisecting.NothingRanError, match=f"{ADD} at model:final: its weight is read by "):
+        bisecting.bisect(model, [[1, 2, 3]], among=[final])
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "none")
+    with pytest.raises(bisecting.NothingRanError, match=r"none can be searched:\n  - .*switched off"):
+        bisecting.bisect(model, [[1, 2, 3]])
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_a_report_of_compile_names_what_is_fused(deepseek, tmp_path):
+    fused = compile(deepseek, config=FusionConfig.parse(DUAL))
+    with torch.no_grad():
+        fused(input_ids=torch.arange(6).reshape(1, 6), use_cache=False)
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(fused.report.to_dict()))
+    sites = {f"model.layers.{number}.self_attn:latents" for number in (0, 1)}
+    (module,) = bisecting.reported_in(file)
+    assert {*module.pairs} == {(site, DUAL) for site in sites}
+    assert {"model:final", "model.layers.0:input", *sites} <= {*module.sites}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"modules": []}',
+        '{"modules": {"A": {"sites": [["x"]]}}}',
+        '{"modules": {"A": {"sites": [{"site": 3, "fusion": "f", "outcome": "missed"}]}}}',
+        '{"fusions": {"a": {"matched": [], "fallback": []}}}',
+        "{}",
+    ],
+)
+def test_a_file_that_is_no_report_is_refused(tmp_path, text):
+    file = tmp_path / "report.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="expected an engine's report"):
+        bisecting.reported_in(file)
 
 
 def test_a_config_holds_pairs_only() -> None:

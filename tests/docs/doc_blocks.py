@@ -61,6 +61,7 @@ def run_page(path):
     text = path.read_text()
     for block in blocks_of(text):
         if block.title and block.language == "python":
+            Path(block.title).parent.mkdir(exist_ok=True)
             Path(block.title).write_text(block.code)
     # The same graphs and calls, op by op: a page shows no numbers that generated code would change.
     import torch._inductor.compile_fx as inductor

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import shutil
@@ -30,6 +31,9 @@ WITH = {
 ROOT = DOCS.parent
 
 FRAGMENT_OF_PYPROJECT = "project"
+PUBLIC = ("layerfuse", "layerfuse.adapters", "layerfuse.registry", "layerfuse.fusion")
+"""All names in `__all__` of these are stable, docs/stable-names.md says."""
+
 SLOW_COMMANDS = ("contract", "verify", "bisect")
 """Run with --help only: they build and compile models, and have tests of their own."""
 
@@ -117,6 +121,38 @@ def test_what_is_on_by_default_is_said_once_and_first():
         table = (DOCS / page).read_text().partition("<!-- generated: defaults -->")[2].partition("<!-- end -->")[0]
         measured = [row.partition(" | ")[2] for row in table.splitlines() if " times faster " in row]
         assert len(measured) == len(set(measured)) > 0
+
+
+def _imported(page):
+    """(module, name) of what a page's Python blocks import from this library."""
+    return {
+        (node.module, alias.name)
+        for block in blocks_of((DOCS / page).read_text())
+        if block.language == "python"
+        for node in ast.walk(ast.parse(block.code))
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "layerfuse"
+        for alias in node.names
+    }
+
+
+AUTHORS = ("adapters.md", "adding-a-model.md", "adding-a-fusion.md", "contract.md", "attention-metadata.md")
+
+
+@pytest.mark.parametrize("page", AUTHORS)
+def test_what_pages_for_authors_import_is_stable(page):
+    stable = _imported("stable-names.md")
+    public = {name for of in PUBLIC for name in importlib.import_module(of).__all__}
+    assert {(module, name) for module, name in _imported(page) - stable if name not in public} == set()
+
+
+def test_every_group_of_entry_points_is_stable():
+    from layerfuse.fusion import catalog, formats
+    from layerfuse.fusion.backends import backend
+    from layerfuse.registry import plugins
+
+    text = (DOCS / "stable-names.md").read_text()
+    groups = (plugins.ADAPTERS, plugins.MODELS, catalog.GROUP, formats.GROUP, backend.GROUP)
+    assert all(f"`{group}`" in text for group in groups)
 
 
 def test_contract_page_has_every_scenario_with_its_title():

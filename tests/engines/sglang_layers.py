@@ -9,8 +9,10 @@ the decoder layer itself is the layer.
 from __future__ import annotations
 
 import contextlib
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sglang_host import model_config, published_config, server_args, sglang_parallel, without_gpu  # isort: skip  (before SGLang)
@@ -31,38 +33,9 @@ class Model:
     tp_sizes: tuple[int, ...] = (1, 2, 8)
 
 
-MODELS: dict[str, Model] = {
-    "deepseek-v3": Model(checkpoint="deepseek-v3"),
-    "deepseek-v2-lite": Model(checkpoint="deepseek-v2-lite"),
-    "deepseek-v3.2": Model(checkpoint="deepseek-v3.2"),
-    "kimi-k2": Model(checkpoint="kimi-k2"),
-    "kimi-k2.5": Model(
-        checkpoint="kimi-k2.5",
-        # A vision tower is always built; any will do.
-        patch={
-            "vision_config": {
-                "vt_hidden_size": 64,
-                "vt_intermediate_size": 64,
-                "vt_num_attention_heads": 8,
-                "vt_num_hidden_layers": 1,
-            }
-        },
-    ),
-    "kimi-linear": Model(checkpoint="kimi-linear-48b-a3b"),
-    # The text part of Kimi-K3, which the published name would build as a Kimi-Linear.
-    "kimi-k3": Model(checkpoint="kimi-k3", patch={"architectures": ["KimiK3LinearForCausalLM"]}),
-    "gpt-oss-20b": Model(checkpoint="gpt-oss-20b"),
-    "gpt-oss-120b": Model(checkpoint="gpt-oss-120b"),
-    "glm-4.7-flash": Model(checkpoint="glm-4.7-flash", tp_sizes=(1, 2, 4)),  # 20 heads
-    "glm-5": Model(checkpoint="glm-5"),
-    "longcat-flash": Model(
-        # SGLang reads rope_parameters, and stops at a config that has rope_theta alone.
-        checkpoint="longcat-flash",
-        patch={"rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0}},
-    ),
-    "qwen3-next": Model(checkpoint="qwen3-next-80b-a3b"),
-    "qwen3.5-27b": Model(checkpoint="qwen3.5-27b"),
-    "qwen3.5-35b": Model(checkpoint="qwen3.5-35b-a3b"),
+MODELS = {
+    name: Model(**table)
+    for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
 }
 
 

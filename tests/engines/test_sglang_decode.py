@@ -4,7 +4,6 @@ Plain torch stands for the attention kernel, for the kernel that writes the cach
 A whole engine is in `test_sglang_engine.py`.
 Run by `make test-engines` in an environment of its own.
 """
-# ruff: noqa: F811  (fixtures of other files are parameters here)
 
 from __future__ import annotations
 
@@ -21,6 +20,9 @@ from unittest import mock
 import pytest
 
 pytest.importorskip("sglang_layers")
+from reports import Said
+from sglang_fixtures import Kernels
+
 from sglang_host import server_args, sglang_parallel  # isort: skip  (before sglang)
 from sglang_layers import build_of  # isort: skip
 import torch
@@ -37,18 +39,18 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import deepseek_v2
 from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 from sglang.srt.models.deepseek_common import deepseek_weight_loader
-from test_sglang_handover import DEEPSEEK, Kernels, deepseek, fill, kernels  # noqa: F401 (a fixture)
-from test_sglang_plugin import fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
+from test_sglang_handover import DEEPSEEK, deepseek, fill
+from test_sglang_plugin import runner_of
 from torch import Tensor, nn
 from whole_models import ENTRIES
 
 from layerfuse import registry
-from layerfuse.engines import trial
+from layerfuse.engines import handover, trial
 from layerfuse.engines.native import native_methods
 from layerfuse.engines.rank_report import rank_report_of
 from layerfuse.engines.sglang import decode, decode_facts, facts, loading, plugin, products
 from layerfuse.engines.sglang.loading import compiled_module_of
-from layerfuse.engines.standing import AWAY
+from layerfuse.engines.standing import AWAY, Standing
 from layerfuse.fusion import FusionConfig, Target, plan
 from layerfuse.fusion.backends import counting
 
@@ -168,7 +170,7 @@ DUAL, FEW = "mla_dual_rms_norm", "few_token_linear_group_quant"
     [(True, ()), (True, (f"{DUAL}_group_quant",)), (True, (f"{DUAL}_group_quant", FEW)), (False, ()), (False, (DUAL,))],
 )
 def test_a_decode_step_is_two_launches_and_says_the_same(
-    quantised: bool, beside: tuple[str, ...], kernels: Kernels, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+    quantised: bool, beside: tuple[str, ...], kernels: Kernels, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:  # fmt: skip
     monkeypatch.setenv("LAYERFUSE_STRICT", "0" if FEW in beside else "1")  # nothing calls the other linears
     model, own = loaded(quantised), loaded(quantised)
@@ -183,7 +185,7 @@ def test_a_decode_step_is_two_launches_and_says_the_same(
         assert report.fused[NAME] == ("model.layers.0.self_attn:decode", "model.layers.1.self_attn:decode")
         assert not {NAME, *beside[:1]} & report.missed.keys()
         assert f"{NAME}: 2 of 2 layers had decoded by the end of the first run" in report.notes
-        assert decode.DECODED in said(log)
+        assert decode.DECODED in said.messages()
         for each in (ours, theirs):
             each.fill()
         kernels.quantised = 0
@@ -197,9 +199,30 @@ def test_a_decode_step_is_two_launches_and_says_the_same(
         assert (by_ours, kernels.quantised) == ((0 if FEW in beside else 4) * quantised, 6 * quantised)
 
 
+def test_what_the_norm_in_front_has_quantised_still_waits_behind_the_trial_of_a_first_decode_step(
+    kernels: Kernels,
+) -> None:
+    """SGLang captures its graphs with decode steps, so that the first run may be one: its latents are multiplied behind the trial, in which norms quantise too."""
+    model, seen = loaded(True), []
+    with sglang():
+        put_in(model, Steps(), f"{DUAL}_group_quant")
+        mla = model.model.layers[0].self_attn
+        own = mla.prepare_qkv_latent
+
+        def latents(*given: Any) -> Any:
+            seen.append(handover._here.last)
+            return own(*given)
+
+        mla.prepare_qkv_latent = latents
+        rows = torch.zeros(3, 256)
+        handover.give("norm", (rows, rows, rows), None)
+        model.forward(IDS)
+    assert seen[0] is not None and seen[0].site == "norm"
+
+
 @pytest.mark.parametrize("beside", [(), (f"{DUAL}_group_quant",)])
 def test_once_sglang_has_captured_graphs_a_decode_step_that_it_launches_itself_is_its_own(
-    beside: tuple[str, ...], kernels: Kernels, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+    beside: tuple[str, ...], kernels: Kernels, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     model, own, write = loaded(), loaded(), "mla_norm_rope_cache_group_quant"
     with sglang():
@@ -217,7 +240,10 @@ def test_once_sglang_has_captured_graphs_a_decode_step_that_it_launches_itself_i
                 found = model.model(LATER)
             assert not calls
             assert torch.equal(found, theirs.run(own, LATER))
-    assert said(log).count(AWAY % "SGLang") == 1
+            # Where nothing of ours stands, nothing is looked for: such steps wait for the host.
+            with mock.patch.object(Standing, "_look", side_effect=AssertionError):
+                model.model(LATER)
+    assert said.messages().count(AWAY % "SGLang") == 1
 
 
 @pytest.mark.parametrize("spec_info", [None, object()])
@@ -249,9 +275,7 @@ LEFT_STEPS: dict[str, tuple[ForwardMode, dict[str, Any], str | None]] = {
 
 @pytest.mark.parametrize("case", LEFT_STEPS)
 @pytest.mark.parametrize("quantised", [True, False])
-def test_what_is_no_decode_step_is_sglangs(
-    quantised: bool, case: str, kernels: Kernels, log: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_no_decode_step_is_sglangs(quantised: bool, case: str, kernels: Kernels, said: Said) -> None:
     """Bit by bit, with one line for a decode step."""
     mode, more, why = LEFT_STEPS[case]
     model, own = loaded(quantised), loaded(quantised)
@@ -265,11 +289,11 @@ def test_what_is_no_decode_step_is_sglangs(
         torch.testing.assert_close(found, theirs.run(own, FIRST, mode, **more), rtol=0, atol=0)
         for one, other in zip(ours.pool.kv_buffer, theirs.pool.kv_buffer, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
-    lines = [line for line in said(log) if line.startswith(decode.STEP[:-2])]
+    lines = [line for line in said.messages() if line.startswith(decode.STEP[:-2])]
     assert lines == ([] if why is None else [decode.STEP % decode_facts.WHY[why]])
 
 
-def test_another_backend_verifies_by_its_own_way(kernels: Kernels, log: pytest.LogCaptureFixture) -> None:
+def test_another_backend_verifies_by_its_own_way(kernels: Kernels, said: Said) -> None:
     model, own = loaded(), loaded()
     with sglang():
         ours, theirs = Steps(), Steps()
@@ -278,13 +302,11 @@ def test_another_backend_verifies_by_its_own_way(kernels: Kernels, log: pytest.L
         put_in(model, ours)
         found = ours.run(model, FIRST, ForwardMode.TARGET_VERIFY)
         torch.testing.assert_close(found, theirs.run(own, FIRST, ForwardMode.TARGET_VERIFY), rtol=0, atol=0)
-    assert decode.STEP % decode_facts.WHY["verify"].format(backend="flashinfer") in said(log)
+    assert decode.STEP % decode_facts.WHY["verify"].format(backend="flashinfer") in said.messages()
 
 
 @pytest.mark.parametrize("why", ["scaled", "slots", "captured"])
-def test_a_step_that_is_not_as_usual_is_given_to_sglangs_method(
-    why: str, kernels: Kernels, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_is_not_as_usual_is_given_to_sglangs_method(why: str, kernels: Kernels, said: Said) -> None:
     """The arguments as they were."""
     model, seen = loaded(), []
 
@@ -311,7 +333,7 @@ def test_a_step_that_is_not_as_usual_is_given_to_sglangs_method(
             with forward_context(ForwardContext(attn_backend=steps.backend)), decode._given(rows):
                 mla.forward_absorb_prepare(lengths, rows, batch, None, scaling, None)
             assert [each[4] for each in seen] == [scaling]
-    assert seen and decode.STEP % decode_facts.WHY[why] in said(log)
+    assert seen and decode.STEP % decode_facts.WHY[why] in said.messages()
     assert {each.left for each in compiled.placements[NAME].layers.values()} == {None}, "the next one may be ours"
 
 
@@ -408,18 +430,16 @@ CASES: dict[str, tuple[Callable[[nn.Module, Steps], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_not_as_expected_is_left_to_sglang(case: str, kernels: Kernels, log: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_as_expected_is_left_to_sglang(case: str, kernels: Kernels, said: Said) -> None:
     change, when, expected = CASES[case]
     why, compiled = left(kernels, change, when)
     assert expected in why
-    assert any(why in line for line in said(log))
+    assert any(why in line for line in said.messages())
     if when != "later":
         assert set(rank_report_of(compiled, 0).missed[NAME].values()) == {why}
 
 
-def test_an_op_that_refuses_loses_nothing(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
-) -> None:
+def test_an_op_that_refuses_loses_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     """In the middle of a step: the entries are written again."""
     model, own = loaded(), loaded()
     with sglang():
@@ -435,7 +455,7 @@ def test_an_op_that_refuses_loses_nothing(
         monkeypatch.undo()
         assert trial.why_apart([(theirs.run(own, LATER), found)]) is None
         assert {each.left for each in compiled.placements[NAME].layers.values()} == {"not today"}
-        assert decode.LEFT % "not today" in said(log)
+        assert decode.LEFT % "not today" in said.messages()
         with counting() as calls:
             torch.testing.assert_close(ours.run(model, FIRST), theirs.run(own, FIRST), rtol=2e-2, atol=2e-2)
         assert not calls
@@ -504,7 +524,7 @@ def test_a_layer_that_does_something_else_is_left(values: dict[str, Any], why: s
 
 
 @pytest.mark.parametrize("method", ["forward_absorb_prepare", "forward_absorb_core"])
-def test_a_layer_whose_code_is_anothers_is_left(method: str, kernels: Kernels, log: pytest.LogCaptureFixture) -> None:
+def test_a_layer_whose_code_is_anothers_is_left(method: str, kernels: Kernels, said: Said) -> None:
     cls = deepseek_v2.DeepseekV2AttentionMLA
     held = getattr(cls, method)
 
@@ -520,7 +540,7 @@ def test_a_layer_whose_code_is_anothers_is_left(method: str, kernels: Kernels, l
         missed = set(compiled.placements[NAME].missed.values())
     (why,) = missed
     assert why.startswith("sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA") and "test_sglang_decode" in why
-    assert decode.LEFT % why in said(log)
+    assert decode.LEFT % why in said.messages()
 
 
 def test_every_reason_is_in_the_docs() -> None:

@@ -6,6 +6,7 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,80 +18,31 @@ from unittest import mock
 import pytest
 
 pytest.importorskip("sglang_layers")
+from reports import Said
+from sglang_fixtures import FP8, Kernels
+
 from sglang_layers import build_of, published_config  # isort: skip  (before sglang)
 import torch
 from sglang.kernels.ops.attention.fla import fused_norm_gate
 from sglang.srt.layers.linear import LinearBase
-from sglang.srt.layers.quantization import fp8, fp8_utils, get_quantization_config
+from sglang.srt.layers.quantization import fp8, get_quantization_config
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.model_executor.runner_utils import capture_mode
-from test_sglang_plugin import ADD, LLAMA, fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
+from test_sglang_plugin import ADD, LLAMA, runner_of
 from torch import Tensor, nn
 
 from layerfuse.adapters.activation_quant import ActivationQuant
 from layerfuse.engines import calls, standing
 from layerfuse.engines.native import NotNativeError, native, native_methods
-from layerfuse.engines.sglang import facts, loading, plugin, readers
+from layerfuse.engines.sglang import facts, plugin, readers
 from layerfuse.engines.sglang.loading import compiled_module_of
 from layerfuse.engines.sglang.seams import LINEARS, SEAMS
 from layerfuse.engines.standing import AWAY, NOT_TAKEN, at_first_call
-from layerfuse.fusion import Target
 
 NORM = "rms_norm"  # the first layer has no residual to add
-FP8 = torch.float8_e4m3fn
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 BLOCKS = {"weight_block_size": [128, 128]}
 QUANTS: dict[str, dict[str, Any]] = {"group": BLOCKS, "per_token": {}, "static": {"activation_scheme": "static"}}
-
-
-class Kernels:
-    """Plain torch in the place of SGLang's kernels, which counts what it quantises."""
-
-    def __init__(self) -> None:
-        self.quantised = 0
-
-    def _by(self, x: Tensor, scale: Tensor) -> Tensor:
-        self.quantised += 1
-        return (x / scale).clamp(-448, 448).to(FP8)
-
-    def group_quant(self, x: Tensor, size: int, column_major_scales: bool = False) -> tuple[Tensor, Tensor]:
-        groups = x.float().unflatten(-1, (-1, size))
-        scale = groups.abs().amax(-1).clamp(min=1e-10) / 448
-        return self._by(groups, scale[..., None]).flatten(-2), scale
-
-    def block_product(
-        self, x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, *_: Any, output_dtype: Any
-    ) -> Tensor:
-        rows = x.float() * x_scale.repeat_interleave(128, -1)
-        scales = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        columns = weight.float() * scales[: len(weight), : weight.shape[1]]
-        return (rows @ columns.t()).to(output_dtype)
-
-    def linear(
-        self, input: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None, bias: Any = None,  # noqa: A002 (its name)
-        pre_quant_output_dtype: Any = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
-        if input.dtype == FP8:
-            values, dtype = input, pre_quant_output_dtype
-        else:
-            dtype = input.dtype
-            if input_scale is None:
-                input_scale = input.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
-            values = self._by(input.float(), input_scale)
-        return ((values.float() * input_scale) @ (weight.float() * weight_scale.flatten()[:1])).to(dtype)
-
-
-@pytest.fixture
-def kernels() -> Iterator[Kernels]:
-    made = Kernels()
-    with (
-        mock.patch.object(fp8_utils, "per_token_group_quant_fp8", made.group_quant),
-        mock.patch.object(fp8_utils, "w8a8_block_fp8_matmul_triton", made.block_product),
-        mock.patch.object(fp8, "apply_fp8_linear", made.linear),
-        mock.patch.object(readers, "native_methods", return_value=native_methods()),
-        mock.patch.object(loading, "target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
-    ):
-        yield made
 
 
 def config_of(scheme: str, *without: str) -> Fp8Config:
@@ -121,6 +73,13 @@ def llama(scheme: str) -> nn.Module:
     return model
 
 
+def loaded(model: nn.Module) -> Any:
+    """What is planned in a model, as when it is loaded: the ops are put in at its first call."""
+    compiled = compiled_module_of(runner_of(model), plugin.options_here())
+    at_first_call(model, compiled, SEAMS, lambda _: None, lambda _: None)
+    return compiled
+
+
 def products(self: Any, ids: Tensor, *_: Any) -> Tensor:
     """The norms of a Llama and the linears behind them, without attention and activations."""
     generator = torch.Generator().manual_seed(1)
@@ -136,27 +95,6 @@ def products(self: Any, ids: Tensor, *_: Any) -> Tensor:
     return x + residual
 
 
-@pytest.mark.parametrize("scheme", QUANTS)
-def test_linears_take_what_the_norm_in_front_of_them_has_quantised(
-    scheme: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = [f"{ADD}_{scheme}_quant", f"{NORM}_{scheme}_quant"]
-    monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join(names))
-    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
-    model, own, done = llama(scheme), llama(scheme), []
-    with mock.patch.object(type(model), "forward", products), torch.inference_mode():
-        compiled = compiled_module_of(runner_of(model), plugin.options_here())
-        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
-        model.forward(torch.arange(3))
-        assert done[0].counted == Counter({names[0] + "_with_norm": 3, names[1] + "_with_norm": 1})
-        assert not [each for name in names for each in done[0].report().of(name).missed]
-        kernels.quantised = 0
-        found = model.forward(torch.arange(5))
-        assert kernels.quantised == 0
-        torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
-        assert kernels.quantised == 4
-
-
 def inside(self: Any, ids: Tensor, *_: Any) -> Tensor:
     """The same where SGLang calls it: the model in the model, whose hooks are called."""
     return products(SimpleNamespace(model=self), ids)
@@ -167,8 +105,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.model, self.own = llama("group"), llama("group")
-        compiled = compiled_module_of(runner_of(self.model), plugin.options_here())
-        at_first_call(self.model, compiled, SEAMS, lambda _: None, lambda _: None)
+        loaded(self.model)
         self.ids = torch.arange(5)
         self.model.forward(self.ids)
 
@@ -213,10 +150,7 @@ def test_what_is_looked_at_costs_a_step_little(steps: Steps) -> None:
     assert ours < 45 * places
 
 
-def test_once_sglang_has_captured_graphs_what_it_launches_itself_is_its_own(
-    steps: Steps,
-    log: pytest.LogCaptureFixture,  # noqa: F811
-) -> None:
+def test_once_sglang_has_captured_graphs_what_it_launches_itself_is_its_own(steps: Steps, said: Said) -> None:
     assert steps.forwards() == 4
     with mock.patch.object(capture_mode, "is_capture_mode", True):
         steps.model.forward(steps.ids)
@@ -225,14 +159,14 @@ def test_once_sglang_has_captured_graphs_what_it_launches_itself_is_its_own(
     assert steps.forwards() == 0
     assert torch.equal(found, steps.own.forward(steps.ids))
     assert steps.calls(steps.model) - steps.calls(steps.own) < 30  # in the whole step
-    assert said(log).count(AWAY % "SGLang") == 1
+    assert said.messages().count(AWAY % "SGLang") == 1
     with mock.patch.object(capture_mode, "is_capture_mode", True):
         kernels_of = steps.model.model.layers[0].mlp.gate_up_proj.quant_method
         steps.model.forward(steps.ids)
         assert (steps.forwards(), "apply" in vars(kernels_of)) == (4, True)
 
 
-def test_what_is_put_there_while_steps_are_sglangs_stays(steps: Steps, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_what_is_put_there_while_steps_are_sglangs_stays(steps: Steps, said: Said) -> None:
     with mock.patch.object(capture_mode, "is_capture_mode", True):
         steps.model.forward(steps.ids)
     steps.model.forward(steps.ids)
@@ -245,7 +179,9 @@ def test_what_is_put_there_while_steps_are_sglangs_stays(steps: Steps, log: pyte
     with mock.patch.object(capture_mode, "is_capture_mode", True):
         steps.model.forward(steps.ids)
     assert (steps.forwards(), norm.forward) == (4, theirs)
-    assert any(line.startswith("layerfuse: another forward was put where the fused op stands") for line in said(log))
+    assert any(
+        line.startswith("layerfuse: another forward was put where the fused op stands") for line in said.messages()
+    )
 
 
 def mlps(self: Any, ids: Tensor, *_: Any) -> Tensor:
@@ -274,28 +210,6 @@ def deepseek() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("build", "scheme"), [*((llama, scheme) for scheme in QUANTS), (deepseek, "group")])
-def test_the_product_of_an_mlp_quantises_for_the_linear_behind_it(
-    build: Any, scheme: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of shared experts too."""
-    name = f"silu_mul_{scheme}_quant"
-    monkeypatch.setenv("LAYERFUSE_FUSIONS", name)
-    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
-    given = (scheme,) if build is llama else ()
-    model, own, done = build(*given), build(*given), []
-    with mock.patch.object(type(model), "forward", mlps), torch.inference_mode():
-        compiled = compiled_module_of(runner_of(model), plugin.options_here())
-        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
-        model.forward(torch.arange(3))
-        assert done[0].counted == Counter({f"{name}_with_product": 2})
-        assert not done[0].report().of(name).missed
-        kernels.quantised = 0
-        found = model.forward(torch.arange(5))
-        assert kernels.quantised == 2  # in front of gate and up
-        torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
-
-
 def latents(self: Any, ids: Tensor, *_: Any) -> Tensor:
     """MLA's norms of the query's and the key's latents, as SGLang calls them, and the linear behind the first."""
     found = []
@@ -310,31 +224,11 @@ def latents(self: Any, ids: Tensor, *_: Any) -> Tensor:
     return torch.cat(found, -1)
 
 
-@pytest.mark.parametrize("form", ["", "_group_quant"])
-def test_both_norms_of_mlas_latents_are_one_call_and_hand_over(
-    form: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"mla_dual_rms_norm{form}"
-    monkeypatch.setenv("LAYERFUSE_FUSIONS", name)
-    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
-    model, own, done = deepseek(), deepseek(), []
-    with mock.patch.object(type(model), "forward", latents), torch.inference_mode():
-        compiled = compiled_module_of(runner_of(model), plugin.options_here())
-        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
-        model.forward(torch.arange(3))
-        assert done[0].counted == Counter({f"{name}_with_norm" if form else name: 2})
-        assert not done[0].report().of(name).missed
-        kernels.quantised = 0
-        found = model.forward(torch.arange(5))
-        assert kernels.quantised == (0 if form else 2)
-        torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
-
-
 def test_norms_of_latents_that_do_not_lie_side_by_side_are_sglangs(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_dual_rms_norm")
-    model, own, done = deepseek(), deepseek(), []
+    model, own = deepseek(), deepseek()
 
     def apart(self: Any, ids: Tensor, *_: Any) -> Tensor:
         mla, (x, y) = (
@@ -349,11 +243,10 @@ def test_norms_of_latents_that_do_not_lie_side_by_side_are_sglangs(
         return torch.cat(found, -1)
 
     with mock.patch.object(type(model), "forward", apart), torch.inference_mode():
-        compiled = compiled_module_of(runner_of(model), plugin.options_here())
-        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
+        compiled = loaded(model)
         torch.testing.assert_close(model.forward(torch.arange(4)), own.forward(torch.arange(4)), rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(model.forward(torch.arange(1)), own.forward(torch.arange(1)), rtol=2e-2, atol=2e-2)
-    missed = done[0].report().of("mla_dual_rms_norm").missed
+    missed = compiled.report().of("mla_dual_rms_norm").missed
     assert missed["model.layers.0.self_attn:latents"].endswith("on tensors that do not lie side by side")
     assert "did not call" in missed["model.layers.1.self_attn:latents"]
 
@@ -367,13 +260,12 @@ def test_norms_of_latents_whose_caller_is_anothers_are_left(
     def theirs(self: Any, positions: Any, hidden_states: Any, forward_batch: Any, zero_allocator: Any, *_: Any) -> Any:
         raise NotImplementedError
 
-    model, done = deepseek(), []
+    model = deepseek()
     with mock.patch.object(type(model), "forward", latents), torch.inference_mode():
         with mock.patch.object(type(model.model.layers[0].self_attn), method, theirs):
-            compiled = compiled_module_of(runner_of(model), plugin.options_here())
-            at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
+            compiled = loaded(model)
         model.forward(torch.arange(3))
-    missed = done[0].report().of("mla_dual_rms_norm").missed
+    missed = compiled.report().of("mla_dual_rms_norm").missed
     assert len(missed) == 2
     assert all("is not SGLang's own: it is from test_sglang_handover" in why for why in missed.values())
 
@@ -408,47 +300,60 @@ def plainly(x: Tensor, gate: Tensor, weight: Tensor, *_: Any, eps: float, **__: 
     return (normed * torch.nn.functional.silu(gate.float())).to(x.dtype)
 
 
-@pytest.mark.parametrize("form", ["", "_group_quant"])
-def test_a_delta_nets_gated_norm_is_one_call_and_hands_over(
-    form: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+FORWARDS: dict[str, tuple[Any, Any, dict[str, int], int, int]] = {
+    "latents": (deepseek, latents, {"mla_dual_rms_norm": 2}, 2, 2),
+    "latents, group": (deepseek, latents, {"mla_dual_rms_norm_group_quant": 2}, 0, 2),
+    "delta net": (qwen, gated, {"gated_rms_norm": 1}, 1, 1),
+    "delta net, group": (qwen, gated, {"gated_rms_norm_group_quant": 1}, 0, 1),
+    "product of shared experts": (deepseek, mlps, {"silu_mul_group_quant": 2}, 2, 4),
+}
+for _scheme in QUANTS:
+    _norms, _build = {f"{ADD}_{_scheme}_quant": 3, f"{NORM}_{_scheme}_quant": 1}, functools.partial(llama, _scheme)
+    FORWARDS[f"norms, {_scheme}"] = (_build, products, _norms, 0, 4)
+    # In front of gate and up nothing is fused.
+    FORWARDS[f"product, {_scheme}"] = (_build, mlps, {f"silu_mul_{_scheme}_quant": 2}, 2, 4)
+"""Model, what runs of it, fusions and calls of their ops in the first run, and how often SGLang quantises in a later one with them and without."""
+
+
+@pytest.mark.parametrize("case", FORWARDS)
+def test_linears_take_what_is_quantised_in_front_of_them(
+    case: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"gated_rms_norm{form}"
-    monkeypatch.setenv("LAYERFUSE_FUSIONS", name)
+    build, forward, fusions, ours, theirs = FORWARDS[case]
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join(fusions))
     monkeypatch.setenv("LAYERFUSE_STRICT", "1")
-    model, own, done = qwen(), qwen(), []
-    with (
-        mock.patch.object(type(model), "forward", gated),
-        mock.patch.object(fused_norm_gate, "rms_norm_gated", plainly),
-        mock.patch.object(calls, "native", return_value=native_methods()),
-        torch.inference_mode(),
-    ):
-        compiled = compiled_module_of(runner_of(model), plugin.options_here())
-        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
+    model, own = build(), build()
+    if build is qwen:  # a kernel of Triton's, which no source of SGLang's has
+        monkeypatch.setattr(fused_norm_gate, "rms_norm_gated", plainly)
+        monkeypatch.setattr(calls, "native", lambda _: native_methods())
+    with mock.patch.object(type(model), "forward", forward), torch.inference_mode():
+        compiled = loaded(model)
         model.forward(torch.arange(3))
-        assert done[0].counted == Counter({f"{name}_with_norm" if form else name: 1})
+        plain = "_with_product" if forward is mlps else "_with_norm"  # which the op gives too
+        ops = {name + (plain if name.endswith("_quant") else ""): count for name, count in fusions.items()}
+        assert compiled.counted == Counter(ops)
+        assert not [each for fusion in fusions for each in compiled.report().of(fusion).missed]
         kernels.quantised = 0
         found = model.forward(torch.arange(5))
-        assert kernels.quantised == (0 if form else 1)
+        by_ours, kernels.quantised = kernels.quantised, 0
         torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
+        assert (by_ours, kernels.quantised) == (ours, theirs)
 
 
 def test_a_static_scale_that_is_made_anew_is_the_one_that_counts(
-    kernels: Kernels,
-    monkeypatch: pytest.MonkeyPatch,
-    log: pytest.LogCaptureFixture,  # noqa: F811 (the fixture)
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     """As SGLang does it when weights are updated from a disk."""
     monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD}_static_quant,{NORM}_static_quant")
     model, own = llama("static"), llama("static")
     with mock.patch.object(type(model), "forward", products), torch.inference_mode():
-        compiled = compiled_module_of(runner_of(model), plugin.options_here())
-        at_first_call(model, compiled, SEAMS, lambda _: None, lambda _: None)
+        loaded(model)
         model.forward(torch.arange(3))
         for each in (model, own):
             linear = each.model.layers[1].mlp.gate_up_proj
             linear.input_scale = nn.Parameter(torch.full((1,), 0.5), requires_grad=False)
         torch.testing.assert_close(model.forward(torch.arange(5)), own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
-    assert readers.RELOADED in said(log)
+    assert readers.RELOADED in said.messages()
 
 
 def test_a_product_that_would_change_the_dtype_is_given_the_plain_tensor(
@@ -456,16 +361,15 @@ def test_a_product_that_would_change_the_dtype_is_given_the_plain_tensor(
 ) -> None:
     """In blocks, SGLang gives bfloat16 where it is given fp8."""
     monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD}_group_quant")
-    model, own, done = llama("group").float(), llama("group").float(), []
+    model, own = llama("group").float(), llama("group").float()
     for each in (model, own):
         for module in each.modules():
             if isinstance(getattr(module, "quant_method", None), fp8.Fp8LinearMethod):
                 module.weight.data = module.weight.data.to(FP8)
     with mock.patch.object(type(model), "forward", products), torch.inference_mode():
-        compiled = compiled_module_of(runner_of(model), plugin.options_here())
-        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
+        compiled = loaded(model)
         torch.testing.assert_close(model.forward(torch.arange(3)), own.forward(torch.arange(3)), rtol=2e-2, atol=2e-2)
-    missed = done[0].report().of(f"{ADD}_group_quant").missed
+    missed = compiled.report().of(f"{ADD}_group_quant").missed
     assert (len(missed), set(missed.values())) == (3, {NOT_TAKEN})
 
 

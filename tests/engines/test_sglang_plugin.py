@@ -9,9 +9,8 @@ import contextlib
 import datetime
 import functools
 import json
-import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +19,8 @@ from unittest import mock
 import pytest
 
 pytest.importorskip("sglang_layers")
+from reports import Said
+
 from sglang_layers import build_model, build_of  # isort: skip  (before sglang)
 import torch
 from helpers import outside_package
@@ -33,12 +34,13 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import nn
 
 from layerfuse import registry
+from layerfuse.adapters.errors import ArgumentError
 from layerfuse.engines import process
 from layerfuse.engines.compiled_module import CompiledModule
-from layerfuse.engines.host import enter
 from layerfuse.engines.loading import NotFusedError
 from layerfuse.engines.native import NotNativeError, native
 from layerfuse.engines.options import OptionsError
+from layerfuse.engines.plugins import NotHereError
 from layerfuse.engines.sglang import facts, plugin
 from layerfuse.engines.sglang.hooks import LOADED
 from layerfuse.engines.sglang.host import SGLANG
@@ -48,7 +50,7 @@ from layerfuse.engines.standing import Standing, at_first_call
 from layerfuse.fusion.backends import counting
 from layerfuse.fusion.catalog import FUSIONS
 from layerfuse.fusion.config import FusionConfigError
-from layerfuse.fusion.ops.quantisation import Scaling, scale_groups, scaling
+from layerfuse.fusion.ops.quantisation import Scaling, scaling
 from layerfuse.fusion.policy import Measurement, Policy
 
 ADD = "add_rms_norm"
@@ -59,21 +61,6 @@ LLAMA = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "max_position_embeddings": 256, "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A new process of SGLang's, as far as layerfuse knows, that asks for one fusion."""
-    monkeypatch.setattr(process, "this", process.Process())
-    monkeypatch.setattr(plugin.process, "this", process.this)
-    monkeypatch.setenv("LAYERFUSE_FUSIONS", ADD)
-    monkeypatch.setenv("LAYERFUSE_REPORT", str(tmp_path / "report.json"))
-    enter(SGLANG)
-    held = vars(model_runner.ModelRunner)["load_model"]
-    yield
-    model_runner.ModelRunner.load_model = held
-    HookRegistry.reset()
-    scale_groups(Scaling.OF_SCALE)
 
 
 def llama() -> nn.Module:
@@ -93,6 +80,7 @@ def runner_of(model: nn.Module, **arguments: Any) -> Any:
         "enable_deterministic_inference": False,
         "enable_lora": None,
         "lora_paths": None,
+        "fp8_gemm_runner_backend": "auto",
         **arguments,
     }
     config = SimpleNamespace(quantization=None, model_path="a/model")
@@ -107,16 +95,6 @@ def standing_in(model: nn.Module) -> Standing:
     standing = Standing(compiled=compiled, model=model, seams=SEAMS)
     standing.put_in()
     return standing
-
-
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "sglang.layerfuse"]
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="sglang.layerfuse")
-    return caplog
 
 
 def called(norm: nn.Module, *args: Any) -> tuple[Any, int]:
@@ -179,7 +157,7 @@ def norms_alone(self: Any, ids: torch.Tensor, *_: Any) -> Any:
     return x
 
 
-def test_a_batch_without_tokens_is_no_first_run(log: pytest.LogCaptureFixture) -> None:
+def test_a_batch_without_tokens_is_no_first_run(said: Said) -> None:
     """Under data-parallel attention a rank without requests runs along, and its norms are skipped."""
     model, done = llama(), []
     with mock.patch.object(type(model), "forward", norms_alone), torch.inference_mode():
@@ -196,14 +174,50 @@ def test_a_batch_without_tokens_is_no_first_run(log: pytest.LogCaptureFixture) -
     assert (compiled.counted[ADD], len(compiled.report().of(ADD).missed)) == (4, 0)
 
 
-def test_another_module_in_the_place_of_one_with_an_op_is_said(log: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_kernel_is_named_with_its_site(
+    tmp_path: Path, said: Said, standing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights: list[int] = []
+    standing(ADD, 1.5, at=lambda *given: given[2].data_ptr() in weights)
+    monkeypatch.setenv("LAYERFUSE_SHADOW", "1")
+    with mock.patch("sglang.srt.models.llama.LlamaForCausalLM.forward", norms_alone), torch.inference_mode():
+        model = loaded()
+        weights.append(model.get_submodule(FIRST).weight.data_ptr())
+        with alone():
+            model.forward(torch.arange(3))
+    ((_, module),) = json.loads((tmp_path / "report.json").read_text())["modules"].items()
+    found = {each["site"]: each for each in module["shadow"]}
+    assert found.keys() == SITES and {each["calls"] for each in found.values()} == {1}
+    assert [site for site, each in found.items() if each["beyond"]] == ["model.layers.1:input"]
+    assert any(
+        line.startswith(f"layerfuse: {ADD} at model.layers.1:input (at_hand): call 1: normed") for line in said()
+    )
+    for wrong in ("some", "-1"):
+        monkeypatch.setenv("LAYERFUSE_SHADOW", wrong)
+        with pytest.raises(ArgumentError, match=f"LAYERFUSE_SHADOW={wrong}: expected how many calls"):
+            plugin.options_here()
+
+
+def test_a_site_at_which_something_else_runs_is_left_to_the_engine_with_its_fallback() -> None:
+    standing = standing_in(llama())
+    assert standing.left_to_engine() == set()
+    first, second, *_ = sorted(SITES)
+    standing.stands[first] = "rms_norm"  # in the place of what is expected
+    standing.missed[first] = "no place for it"
+    assert standing.left_to_engine() == set()
+    for site in (first, second):
+        standing._refuse(site, "it computes something else")
+    assert standing.left_to_engine() == {first, second}
+
+
+def test_another_module_in_the_place_of_one_with_an_op_is_said(said: Said) -> None:
     """SGLang calls the model's forward past its hooks, and what is inside of it by them."""
     model = llama()
     standing_in(model).watch()
     model.model.layers[1].input_layernorm = RMSNorm(64)
     with contextlib.suppress(AttributeError, TypeError):
         model.model(None)
-    assert said(log) == [f"layerfuse: a fused op is not called any more: another module stands at {FIRST}"]
+    assert said.messages() == [f"layerfuse: a fused op is not called any more: another module stands at {FIRST}"]
 
 
 # ---- what is not SGLang's own
@@ -266,7 +280,7 @@ def test_a_neighbours_norm_is_left_alone_and_named(change: Callable[[nn.Module],
         assert called(norm, *rows())[1] == 0
 
 
-def test_a_norm_that_is_patched_later_is_the_neighbours_from_then_on(log: pytest.LogCaptureFixture) -> None:
+def test_a_norm_that_is_patched_later_is_the_neighbours_from_then_on(said: Said) -> None:
     model = llama()
     standing_in(model)
     norm = model.get_submodule(FIRST)
@@ -275,7 +289,7 @@ def test_a_norm_that_is_patched_later_is_the_neighbours_from_then_on(log: pytest
         norm._forward_method = None  # as in an engine that has not run yet
         found, times = called(norm, *rows())
     assert (times, found.count_nonzero()) == (0, 0)
-    (line,) = said(log)
+    (line,) = said.messages()
     assert line.startswith("layerfuse: a fused op is not called any more: ")
 
 
@@ -341,11 +355,11 @@ def test_kernels_of_sglangs_packages_are_its_own() -> None:
     [({"enable_torch_compile": True}, "enable_torch_compile"), ({"enable_deterministic_inference": True}, "the batch")],
 )
 def test_where_sglang_compiles_or_is_deterministic_nothing_is_fused(
-    arguments: dict[str, Any], why: str, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    arguments: dict[str, Any], why: str, said: Said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     runner = runner_of(llama(), **arguments)
     at_load(runner)
-    line, report = said(log)
+    line, report = said.messages()
     assert line.startswith("layerfuse: nothing is fused in LlamaForCausalLM: ") and why in line
     assert re.search(rf"{ADD}, .*: cannot stand at \d+ sites: .*{why}", report)
     (module,) = json.loads((tmp_path / "report.json").read_text())["modules"].values()
@@ -358,12 +372,12 @@ def test_where_sglang_compiles_or_is_deterministic_nothing_is_fused(
         compiled_module_of(runner, plugin.options_here())
 
 
-def test_a_fusion_that_has_no_place_is_named(log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fusion_that_has_no_place_is_named(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD},silu_mul_group_quant,mla_decode")
     model = llama()
     compiled = compiled_module_of(runner_of(model), plugin.options_here())
     assert compiled is not None and list(compiled.unfound) == ["silu_mul_group_quant", "mla_decode"]
-    assert [line.partition(":")[2].partition(":")[0] for line in said(log)] == [
+    assert [line.partition(":")[2].partition(":")[0] for line in said.messages()] == [
         " silu_mul_group_quant is asked for, and has no site in LlamaForCausalLM",
         " mla_decode is asked for, and has no site in LlamaForCausalLM",
     ]
@@ -423,16 +437,21 @@ def test_groups_are_quantised_as_sglang_does_where_it_runs(
 
 def at_load(runner: Any) -> None:
     """With what SGLang says of its ranks once they are there."""
-    alone = SimpleNamespace(pp_size=1, attn_dp_size=1)
-    with mock.patch("sglang.srt.runtime_context.get_parallel", return_value=alone):
+    with alone():
         plugin._at_load(lambda runner: None, runner)
 
 
-def test_what_was_measured_faster_is_on_without_a_word(policy: Any, log: pytest.LogCaptureFixture) -> None:
+def alone() -> Any:
+    """What SGLang says of one rank."""
+    said = SimpleNamespace(pp_size=1, attn_dp_size=1)
+    return mock.patch("sglang.srt.runtime_context.get_parallel", return_value=said)
+
+
+def test_what_was_measured_faster_is_on_without_a_word(policy: Any, said: Said) -> None:
     policy(measured(ADD))
     model = loaded()
     assert [called(model.get_submodule(path), *rows())[1] for path in (FIRST, SECOND)] == [1, 1]
-    assert said(log) == []
+    assert said.messages() == []
 
 
 @pytest.mark.parametrize(
@@ -448,52 +467,52 @@ def test_what_was_measured_faster_is_on_without_a_word(policy: Any, log: pytest.
     ids=["slower in a cell", "costs", "another GPU", "more ranks", "not quantised", "another GPU, quantised"],
 )
 def test_where_no_measurement_holds_nothing_is_on_and_one_line_says_so(
-    row: Measurement, quantization: str | None, policy: Any, log: pytest.LogCaptureFixture
+    row: Measurement, quantization: str | None, policy: Any, said: Said
 ) -> None:
     policy(row)
     with mock.patch("layerfuse.engines.sglang.loading.compiled_module_of", side_effect=AssertionError("it planned")):
         model = loaded(quantization)
     assert called(model.get_submodule(FIRST), *rows())[1] == 0
-    (line,) = said(log)
+    (line,) = said.messages()
     assert line == f"layerfuse: {plugin.NOTHING_ON}"
 
 
-def test_where_it_was_measured_is_said_where_that_was_elsewhere(policy: Any, log: pytest.LogCaptureFixture) -> None:
+def test_where_it_was_measured_is_said_where_that_was_elsewhere(policy: Any, said: Said) -> None:
     policy(measured(ADD, device="another CPU"))
     loaded()
-    assert said(log) == [
+    assert said.messages() == [
         "layerfuse: what is on by default here is what was measured faster with SGLang 0.5.23 on another CPU; SGLang "
         f"{SGLANG.version()} on a CPU was not measured"
     ]
 
 
-def test_a_gpu_is_said_by_its_name(policy: Any, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_said_by_its_name(policy: Any, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     policy(measured(ADD, arch="sm90", device="a GPU"))
     monkeypatch.setattr(plugin, "_arch_of", lambda _: "sm90")
     with mock.patch("torch.cuda.get_device_name", return_value="another GPU"):
         loaded()
-    assert f"SGLang 0.5.23 on a GPU; SGLang {SGLANG.version()} on another GPU was not measured" in said(log)[0]
+    assert f"SGLang 0.5.23 on a GPU; SGLang {SGLANG.version()} on another GPU was not measured" in said.messages()[0]
 
 
 def test_fusions_of_another_package_are_planned_for_on_a_cpu_too(
-    policy: Any, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    policy: Any, said: Said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     policy()
     assert ADD in FUSIONS, "read before the package is there"
     monkeypatch.syspath_prepend(outside_package(tmp_path, 1.0))
     loaded()
-    line, report = said(log)
+    line, report = said.messages()
     assert line == "layerfuse: nothing is fused in LlamaForCausalLM: no site of it has a fusion that is on"
     assert "few_token_linear: cannot stand at 8 sites: SGLang compiles no model" in report
 
 
 def test_a_default_that_has_no_site_stops_no_strict_engine(
-    policy: Any, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    policy: Any, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAYERFUSE_STRICT", "1")
     policy(measured("mla_dual_rms_norm"))
     loaded()
-    line, report = said(log)
+    line, report = said.messages()
     assert line == "layerfuse: nothing is fused in LlamaForCausalLM: no site of it has a fusion that is on"
     assert "few_token_linear: cannot stand at 8 sites: SGLang compiles no model" in report
 
@@ -519,16 +538,14 @@ def test_ours_stands_around_a_neighbours_hook_at_the_same_place(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("other", [None, lambda self, model_config: None])
-def test_another_release_is_left_alone_with_one_line(
-    other: Any, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_release_is_left_alone_with_one_line(other: Any, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     if other is None:
         monkeypatch.delattr(model_runner.ModelRunner, "load_model")
     else:
         monkeypatch.setattr(model_runner.ModelRunner, "load_model", other)
     plugin.register()
     plugin.register()
-    (line,) = said(log)
+    (line,) = said.messages()
     assert line.startswith(
         f"layerfuse leaves SGLang {SGLANG.version()} alone (tested with {facts.RELEASE}): {LOADED.place}"
     )
@@ -540,19 +557,19 @@ def test_strict_stops_where_sglang_is_left_alone(monkeypatch: pytest.MonkeyPatch
     process.this.off = "something is expected"
     assert plugin._at_load(lambda runner: None, runner_of(llama())) is None
     monkeypatch.setenv("LAYERFUSE_STRICT", "1")
-    with pytest.raises(plugin.NotHereError, match=r"leaves SGLang .* alone: something is expected"):
+    with pytest.raises(NotHereError, match=r"leaves SGLang .* alone: something is expected"):
         plugin._at_load(lambda runner: None, runner_of(llama()))
 
 
 def test_what_goes_wrong_is_one_warning_and_stops_only_where_it_is_strict(
-    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: nn.Module) -> Any:
         raise RuntimeError("broken")
 
     monkeypatch.setattr(registry, "unknown_in", broken)
     plugin._at_load(lambda runner: None, runner_of(llama()))
-    assert said(log) == ["layerfuse: planning failed: RuntimeError: broken"]
+    assert said.messages() == ["layerfuse: planning failed: RuntimeError: broken"]
     monkeypatch.setenv("LAYERFUSE_STRICT", "1")
     with pytest.raises(RuntimeError, match="broken"):
         plugin._at_load(lambda runner: None, runner_of(llama()))

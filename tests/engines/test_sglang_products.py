@@ -5,8 +5,10 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,11 +16,13 @@ import pytest
 
 pytest.importorskip("sglang_layers")
 import torch
+from reports import Said
 from sglang.srt.layers.quantization import fp8_utils
-from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
 from sglang.srt.model_executor.runner_utils import capture_mode
-from test_sglang_handover import ADD, NORM, Kernels, deepseek, inside, kernels, latents, llama, mlps, products  # noqa: F401 (`kernels` is a fixture)
-from test_sglang_plugin import fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
+from sglang_fixtures import Kernels
+from test_sglang_handover import ADD, NORM, deepseek, inside, latents, llama, mlps, products
+from test_sglang_plugin import runner_of
 from torch import Tensor, nn
 
 from layerfuse.adapters.linear_quant import activation_quant_of
@@ -30,7 +34,9 @@ from layerfuse.engines.sglang import loading, plugin
 from layerfuse.engines.sglang import products as few
 from layerfuse.engines.sglang.loading import compiled_module_of
 from layerfuse.engines.sglang.seams import SEAMS
+from layerfuse.engines.sglang.switches import JIT_DEEPGEMM, block_linears
 from layerfuse.engines.standing import AWAY, at_first_call
+from layerfuse.engines.switches import SWITCHES
 from layerfuse.fusion import Target
 from layerfuse.fusion.backends import counting
 from layerfuse.fusion.catalog.few_token_linear import BLOCKS
@@ -49,7 +55,7 @@ OWN = "triton_w8a8_block_fp8_linear"
 
 
 @pytest.fixture(autouse=True)
-def asked(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
+def asked(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few tokens, and no fusion in front."""
     monkeypatch.setenv("LAYERFUSE_FUSIONS", BLOCKS)
     with mock.patch.object(few, "native_function", return_value=native_methods()):  # which would find the plain torch
@@ -69,7 +75,7 @@ def put_in(model: nn.Module) -> CompiledModule:
     return compiled
 
 
-def ran(model: nn.Module, kernels: Kernels, tokens: int) -> tuple[Tensor, Counter[str], int]:  # noqa: F811
+def ran(model: nn.Module, kernels: Kernels, tokens: int) -> tuple[Tensor, Counter[str], int]:
     """What a model gives, which linears of layerfuse's it called, and what SGLang quantised."""
     kernels.quantised = 0
     with counting() as calls:
@@ -79,10 +85,7 @@ def ran(model: nn.Module, kernels: Kernels, tokens: int) -> tuple[Tensor, Counte
 
 @pytest.mark.parametrize(("fusions", "op"), [((), LINEAR), (QUANTISED, BLOCK_LINEAR)])
 def test_few_tokens_are_multiplied_by_layerfuse_and_more_by_sglang(
-    fusions: tuple[str, ...],
-    op: str,
-    kernels: Kernels,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    fusions: tuple[str, ...], op: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join((BLOCKS, *fusions)))
     monkeypatch.setenv("LAYERFUSE_STRICT", "1")
@@ -104,7 +107,7 @@ def test_few_tokens_are_multiplied_by_layerfuse_and_more_by_sglang(
             torch.testing.assert_close(found, own.forward(torch.arange(tokens)), rtol=2e-2, atol=2e-2)
 
 
-def test_a_first_run_of_many_tokens_counts_the_linears(kernels: Kernels) -> None:  # noqa: F811
+def test_a_first_run_of_many_tokens_counts_the_linears(kernels: Kernels) -> None:
     """SGLang's first is of as many as its largest graph has: the op gives them to SGLang's product."""
     model, own = llama("group"), llama("group")
     with mock.patch.object(type(model), "forward", products), torch.inference_mode():
@@ -117,9 +120,7 @@ def test_a_first_run_of_many_tokens_counts_the_linears(kernels: Kernels) -> None
 
 
 def test_once_sglang_has_captured_graphs_what_it_launches_itself_is_its_own(
-    kernels: Kernels,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    log: pytest.LogCaptureFixture,  # noqa: F811
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     """Where nothing else is named that stands at modules."""
     model, own = llama("group"), llama("group")
@@ -134,7 +135,7 @@ def test_once_sglang_has_captured_graphs_what_it_launches_itself_is_its_own(
             found, *called = ran(model, kernels, 5)
             assert called == [Counter(), 4]
             assert torch.equal(found, own.forward(torch.arange(5)))
-    assert said(log).count(AWAY % "SGLang") == 1
+    assert said.messages().count(AWAY % "SGLang") == 1
 
 
 INNER = ("silu_mul_group_quant", "mla_dual_rms_norm_group_quant")
@@ -145,8 +146,7 @@ def inner(self: Any, ids: Tensor, *more: Any) -> Tensor:
 
 
 def test_what_mlps_and_latents_have_quantised_is_multiplied_too(
-    kernels: Kernels,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a dense layer, and in one with shared experts."""
     monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join((BLOCKS, *INNER)))
@@ -165,7 +165,7 @@ def test_what_mlps_and_latents_have_quantised_is_multiplied_too(
         assert not report.problems
 
 
-def test_what_others_ask_of_the_function_is_what_it_was(kernels: Kernels) -> None:  # noqa: F811
+def test_what_others_ask_of_the_function_is_what_it_was(kernels: Kernels) -> None:
     """SGLang looks which one it is when weights are loaded again; adapters read how it quantises."""
     model = llama("group")
     linear = model.model.layers[0].mlp.gate_up_proj
@@ -177,7 +177,7 @@ def test_what_others_ask_of_the_function_is_what_it_was(kernels: Kernels) -> Non
     assert activation_quant_of(linear) == quant
 
 
-def test_a_call_that_layerfuse_has_no_product_for_is_sglangs(kernels: Kernels) -> None:  # noqa: F811
+def test_a_call_that_layerfuse_has_no_product_for_is_sglangs(kernels: Kernels) -> None:
     model = llama("group")
     compiled = put_in(model)
     compiled.counted = Counter()
@@ -206,7 +206,7 @@ def test_all_that_sglangs_function_calls_is_held_to_its_source(name: str) -> Non
                 native_function(few.MODULE, name)
 
 
-def test_what_is_put_there_later_is_called(kernels: Kernels, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_what_is_put_there_later_is_called(kernels: Kernels, said: Said) -> None:
     model = llama("group")
     compiled = put_in(model)
     linear, method = model.model.layers[0].mlp.gate_up_proj, model.model.layers[0].mlp.gate_up_proj.quant_method
@@ -218,7 +218,7 @@ def test_what_is_put_there_later_is_called(kernels: Kernels, log: pytest.LogCapt
     ):
         method.apply(linear, torch.ones(3, 256, dtype=torch.bfloat16))
     assert (calls[LINEAR], kernels.quantised > 0) == (0, True)
-    assert few.GONE % "it is from elsewhere" in said(log)
+    assert few.GONE % "it is from elsewhere" in said.messages()
     (site,) = compiled.placements[BLOCKS].missed
     assert site.startswith("model.layers.0") and compiled.placements[BLOCKS].missed[site] == "it is from elsewhere"
 
@@ -226,10 +226,10 @@ def test_what_is_put_there_later_is_called(kernels: Kernels, log: pytest.LogCapt
 # ---- linears that are left
 
 
-def why_left(model: nn.Module, log: pytest.LogCaptureFixture, **arguments: Any) -> str:  # noqa: F811
+def why_left(model: nn.Module, said: Said, **arguments: Any) -> str:
     """Why all are."""
     assert not planned(model, **arguments).active
-    (line,) = said(log)
+    (line,) = said.messages()
     before = f"layerfuse: {BLOCKS} is asked for, and has no site in LlamaForCausalLM: "
     assert line.startswith(before)
     return line.removeprefix(before)
@@ -241,41 +241,37 @@ def methods(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("arguments", [{"enable_lora": True}, {"lora_paths": ["somewhere"]}])
-def test_lora_keeps_them(arguments: Any, kernels: Kernels, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
-    assert why_left(llama("group"), log, **arguments) == "LoRA may add to it"
+def test_lora_keeps_them(arguments: Any, kernels: Kernels, said: Said) -> None:
+    assert why_left(llama("group"), said, **arguments) == "LoRA may add to it"
 
 
-def test_a_switch_of_sglangs_keeps_them(
-    kernels: Kernels,  # noqa: F811
-    log: pytest.LogCaptureFixture,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_switch_of_sglangs_keeps_them(kernels: Kernels, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_OPT_MOE_QUANT_ONCE", "1")
-    assert "asks which function multiplies" in why_left(llama("group"), log)
+    assert "asks which function multiplies" in why_left(llama("group"), said)
 
 
-def test_another_gpu_keeps_them(kernels: Kernels, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_another_gpu_keeps_them(kernels: Kernels, said: Said) -> None:
     with mock.patch.object(loading, "target_of", return_value=Target(arch="sm100", vendor="nvidia", fp8="e4m3fn")):
-        assert "timed on sm90 alone" in why_left(llama("group"), log)
+        assert "timed on sm90 alone" in why_left(llama("group"), said)
 
 
 def theirs(**given: Any) -> Any:
     return given
 
 
-def test_a_function_of_somebody_elses_keeps_them(kernels: Kernels, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_a_function_of_somebody_elses_keeps_them(kernels: Kernels, said: Said) -> None:
     model = llama("group")
     for method in methods(model):
         method.w8a8_block_fp8_linear = theirs
-    assert "theirs" in why_left(model, log)
+    assert "theirs" in why_left(model, said)
 
 
-def test_another_patched_what_it_calls(kernels: Kernels, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_another_patched_what_it_calls(kernels: Kernels, said: Said) -> None:
     with mock.patch.object(few, "native_function", side_effect=NotNativeError("its product", "elsewhere")):
-        assert why_left(llama("group"), log) == "its product is not SGLang's own: it is from elsewhere"
+        assert why_left(llama("group"), said) == "its product is not SGLang's own: it is from elsewhere"
 
 
-def test_packed_scales_keep_a_linear(kernels: Kernels) -> None:  # noqa: F811
+def test_packed_scales_keep_a_linear(kernels: Kernels) -> None:
     model = llama("group")
     linear = model.model.layers[0].mlp.gate_up_proj
     linear.weight_scale_inv = nn.Parameter(torch.ones(512, 1, dtype=torch.int32), requires_grad=False)
@@ -285,7 +281,7 @@ def test_packed_scales_keep_a_linear(kernels: Kernels) -> None:  # noqa: F811
     assert linear.quant_method.w8a8_block_fp8_linear.__globals__["__name__"] == few.MODULE
 
 
-def test_a_function_that_computes_something_else_stays(kernels: Kernels, log: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_a_function_that_computes_something_else_stays(kernels: Kernels, said: Said) -> None:
     def other(*args: Any, **kwargs: Any) -> Tensor:
         return 2 * kernels.block_product(*args, **kwargs)
 
@@ -301,10 +297,76 @@ def test_a_function_that_computes_something_else_stays(kernels: Kernels, log: py
     missed = rank_report_of(compiled, 0).missed[BLOCKS]
     assert missed.keys() == SITES
     assert all("computes something else" in why for why in missed.values())
-    assert any("left to SGLang for few tokens: what runs there computes something else" in line for line in said(log))
+    assert any(
+        "left to SGLang for few tokens: what runs there computes something else" in line for line in said.messages()
+    )
 
 
-def test_strict_stops_where_all_are_left(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_strict_stops_where_all_are_left(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERFUSE_STRICT", "1")
     with pytest.raises(NotFusedError, match=rf"{BLOCKS} is asked for, and has no site .*LoRA may add"):
         planned(llama("group"), enable_lora=True)
+
+
+# ---- SGLang's own switches
+
+
+@pytest.mark.parametrize("name", [name for name in SWITCHES if name.startswith("SGLANG_")])
+def test_sglang_reads_its_switches_as_the_doctor_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.environ import EnvBool, envs
+    from sglang.srt.utils import get_bool_env_var
+
+    switch, field = SWITCHES[name], getattr(envs, name, None)
+    read = field.get if isinstance(field, EnvBool) else lambda: get_bool_env_var(name)
+    monkeypatch.delenv(name, raising=False)
+    if switch.reads == "name":
+        assert field.get() is None
+        monkeypatch.setenv(name, "triton")
+        assert field.get() == "triton"
+        return
+    assert read() is switch.default
+    monkeypatch.setenv(name, "0" if switch.default else "1")
+    assert read() is not switch.default
+
+
+@pytest.mark.parametrize(
+    ("backend", "deep_gemm", "name"),
+    [
+        ("auto", True, "deepgemm_w8a8_block_fp8_linear_with_fallback"),
+        ("auto", False, "triton_w8a8_block_fp8_linear"),
+        ("deep_gemm", True, "deepgemm_w8a8_block_fp8_linear_with_fallback"),
+        ("triton", True, "triton_w8a8_block_fp8_linear"),
+        ("flashinfer_deepgemm", True, "flashinfer_deepgemm_w8a8_block_fp8_linear_with_fallback"),
+    ],
+)
+def test_sglang_leaves_linears_in_blocks_on_hopper_to_whom_a_plan_says(
+    backend: str, deep_gemm: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_utils, "FP8_GEMM_RUNNER_BACKEND", fp8_utils.Fp8GemmRunnerBackend(backend))
+    monkeypatch.setattr(fp8_utils.deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", deep_gemm)
+    monkeypatch.setattr(fp8_utils, "is_flashinfer_available", lambda: True)
+    hopper = SimpleNamespace(is_sm90=True, is_sm100=False, is_sm120=False, is_blackwell=False)
+    monkeypatch.setattr(fp8_utils, "get_platform", lambda: hopper)
+    monkeypatch.setenv(JIT_DEEPGEMM, "true" if deep_gemm else "false")
+    assert fp8_utils.dispatch_w8a8_block_fp8_linear([128, 128]).__name__ == name
+    by = block_linears("sm90", backend) or "DeepGEMM"  # where it is installed
+    assert name.startswith({"DeepGEMM": "deepgemm_", "Triton": "triton_", "FlashInfer": "flashinfer_deepgemm_"}[by])
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(16, 1600), (8, 3200)])
+def test_sglang_refuses_a_share_in_parts_of_blocks_as_plans_say(ranks, width):
+    layer = SimpleNamespace(tp_group=SimpleNamespace(world_size=ranks))
+    said = pytest.raises(ValueError, match=f"{width} is not divisible") if width % 128 else contextlib.nullcontext()
+    with said:
+        fp8_utils.validate_fp8_block_shape(layer, ranks * width, 5120, width, [5120], [128, 128])
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(8, 192), (4, 384)])
+def test_sglang_refuses_a_share_of_experts_in_parts_of_blocks_as_plans_say(ranks: int, width: int) -> None:
+    config = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128])
+    layer = nn.Module()
+    layer.moe_tp_size, layer.moe_runner_config = ranks, SimpleNamespace(is_gated=True)
+    of = 2, 256, width, True, config, False, True, False, torch.bfloat16
+    said = pytest.raises(ValueError, match=f"{width} is not divisible") if width % 128 else contextlib.nullcontext()
+    with said:
+        Fp8MoEMethod.create_fp8_moe_weight_(layer, *of, weight_loader=None)

@@ -25,7 +25,7 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config  # noqa: E402
 from sglang.srt.models import deepseek_v2, glm4_moe, glm4_moe_lite, qwen2_moe  # noqa: E402
 from sglang_host import published_config, server_args, sglang_parallel, without_gpu  # noqa: E402
 from sglang_layers import MODELS, build_model, build_of  # noqa: E402
-from whole_models import ENTRIES  # noqa: E402
+from whole_models import ENTRIES, check_mixture_places  # noqa: E402
 
 SM90 = Target.named("sm90")
 NAMED = FusionConfig.parse("silu_mul_group_quant,few_token_linear_group_quant,rms_norm_group_quant")
@@ -95,6 +95,7 @@ def test_a_layer_says_its_256_routed_experts_and_has_the_sites_that_are_there(ar
     assert isinstance(experts, ExpertsSpec)
     assert (experts.num_experts, experts.experts_per_token) == (256, 8)
     assert (experts.shared is None) == bool(fused)
+    assert check_mixture_places(model) >= 2
     engine = attrs.evolve(engine_of(["DeepseekV3ForCausalLM"]), loaded=True)
     found = plan(registry.specs_in(model), SM90, NAMED, engine)
     mixture = [site for site in found.sites if site.spec.layer_index == 1]

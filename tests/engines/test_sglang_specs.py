@@ -15,12 +15,19 @@ from helpers import in_turn
 
 from layerfuse import registry
 from layerfuse.adapters import NO_ROPE, ActivationQuant, GQASpec, MLASpec, ResidualSpec, WeightSpec
-from layerfuse.registry.inspect import read_modelopt
+from layerfuse.registry.inspect import inspect, read_modelopt
 
 sglang_layers = pytest.importorskip("sglang_layers")
 from sglang_host import published_config  # noqa: E402
 from sglang_layers import MODELS, build_model, build_of  # noqa: E402
-from whole_models import cases, check_every_layer, check_kernel_layers, check_stages, norms_that_feed_nothing  # noqa: E402
+from whole_models import (  # noqa: E402
+    cases,
+    check_changed,
+    check_every_layer,
+    check_kernel_layers,
+    check_stages,
+    norms_that_feed_nothing,
+)
 
 WITHOUT_STAGES = ("longcat-flash", "qwen3-next")
 """One is built whole on every rank, and the other stops."""
@@ -36,6 +43,11 @@ def test_every_layer_reads_as_declared_and_its_kernel_layers_hold_the_same_on_th
     # The key/value latent goes to the cache, and gpt-oss has nothing but experts after its attention.
     allowed = "post_attention_layernorm" if name.startswith("gpt-oss") else "kv_a_layernorm"
     assert {found.partition(".")[2] for found in norms_that_feed_nothing(model)} <= {allowed}
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss-20b", "kimi-linear", "qwen3-next"])
+def test_a_layer_that_was_changed_is_what_it_is_now(name: str) -> None:
+    check_changed(build_model(name, tp=2, rank=1))
 
 
 def layer_of(name: str, path: str) -> Any:
@@ -130,3 +142,39 @@ def test_modelopts_own_file_counts_as_layerfuse_reads_it(said: dict[str, Any] | 
     (tmp_path / name).write_text(json.dumps(own))
     assert read_modelopt(tmp_path) == own
     assert config._parse_quant_hf_config() == (said or {"quant_method": "modelopt_fp8", "quant_algo": "FP8"})
+
+
+def test_what_plans_say_of_published_checkpoints_is_what_sglangs_configs_do(tmp_path: Path) -> None:
+    """`engines.sglang.facts` and `registry.hf_quant`: ModelOpt's per channel and token, and fp8 linears beside packed experts."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp8Config
+
+    own = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    with pytest.raises(ValueError, match="only supports regular FP8"):
+        ModelOptFp8Config.from_config({"quant_method": "modelopt", **own})
+    config = object.__new__(ModelConfig)
+    assert config._parse_modelopt_quant_config({"quantization": own}) is None
+
+    packed = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": packed}},
+        "ignore": ["lm_head"],
+        "linear_fp8_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+    }
+    values = {**published_config("deepseek-v3"), "num_hidden_layers": 1, "first_k_dense_replace": 100}
+    model, _ = build_of(values, rank=0, tp=1, pp=1, patch={}, quantised=CompressedTensorsConfig.from_config(said))
+    linear = model.get_submodule("model.layers.0.mlp.down_proj")
+    assert type(linear.quant_method) is Fp8LinearMethod and linear.quant_method.block_quant
+    found = inspect({**values, "quantization_config": said}, registry=registry.default).entry.quant
+    assert {name: (kind.method, kind.weight) for name, kind in found.items()} == {
+        "fp8": ("fp8", "float8_e4m3fn"),
+        "int4": ("compressed-tensors", "int4"),
+    }

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from reports import Said
 
 pytest.importorskip("vllm_paged")
 from test_vllm_decode import ON, STEPS
-from test_vllm_plugin import GROUP_FP8, ROWS, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from test_vllm_plugin import GROUP_FP8, ROWS
 from torch import Tensor
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import BaseLayerWithLoRA, LoRAMapping
@@ -65,7 +66,7 @@ def ran(path: Path, layerfuse: Any, mode: str, adapter: bool = True) -> tuple[li
 
 
 def test_a_product_whose_reader_may_have_an_adapter_is_not_expected_to_be_quantised_in_a_graph(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, said: Said
 ) -> None:
     one = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
     mlp = ["gate_up_proj", "down_proj"]  # an adapter's arithmetic is most of what is compiled
@@ -82,7 +83,7 @@ def test_a_product_whose_reader_may_have_an_adapter_is_not_expected_to_be_quanti
         manager.lora_index_to_id[0] = 1
         manager.set_adapter_mapping(LoRAMapping((1,) * 6, (1,), is_prefill=True))
         engine()
-    lines = said(caplog)
+    lines = said()
     assert any(line.startswith("add_rms_norm_group_quant: 1 expected, 1 fused, 0 missed") for line in lines)
     assert "silu_mul_group_quant: cannot stand at 1 site: LoRA may read the product too, unquantised" in lines
 

@@ -24,58 +24,12 @@ from vllm.model_executor.models import ModelRegistry  # noqa: E402
 from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 
 FILES = "vllm.model_executor.models"
-SIZES = {
-    "num_hidden_layers": 3,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 8192,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-SOME_SLIDE = {
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "sliding_window": 128,
-}
-FEW_EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
-# (architecture, file) -> model_type, further keys, what the norms of the stream add to their weight.
+DECODERS = json.loads((Path(__file__).parent / "vllm_decoders.json").read_text(encoding="utf-8"))
+SIZES = DECODERS.pop("*")
 MODELS: dict[tuple[str, str], tuple[str, dict[str, Any], float]] = {
-    ("LlamaForCausalLM", "llama"): ("llama", {}, 0.0),
-    ("Ernie4_5ForCausalLM", "ernie45"): ("ernie4_5", {}, 0.0),
-    ("Phi3ForCausalLM", "phi3"): ("phi3", {}, 0.0),
-    ("MistralForCausalLM", "mistral"): ("mistral", {"sliding_window": None}, 0.0),
-    ("Qwen2ForCausalLM", "qwen2"): ("qwen2", {}, 0.0),
-    ("Qwen3ForCausalLM", "qwen3"): ("qwen3", {}, 0.0),
-    ("Qwen2MoeForCausalLM", "qwen2_moe"): ("qwen2_moe", {**FEW_EXPERTS, "mlp_only_layers": [0]}, 0.0),
-    ("Qwen3MoeForCausalLM", "qwen3_moe"): ("qwen3_moe", {**FEW_EXPERTS, "mlp_only_layers": [0]}, 0.0),
-    ("MixtralForCausalLM", "mixtral"): ("mixtral", {"num_local_experts": 4}, 0.0),
-    ("OlmoeForCausalLM", "olmoe"): ("olmoe", {**FEW_EXPERTS, "rms_norm_eps": 1e-5}, 0.0),
-    ("MiniMaxM2ForCausalLM", "minimax_m2"): (
-        "minimax_m2",
-        {"num_local_experts": 4, "rotary_dim": 16, "scoring_func": "sigmoid"},
-        0.0,
-    ),
-    ("Glm4MoeForCausalLM", "glm4_moe"): (
-        "glm4_moe",
-        {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1},
-        0.0,
-    ),
-    ("Ernie4_5_MoeForCausalLM", "ernie45_moe"): (
-        "ernie4_5_moe",
-        {"moe_num_experts": 8, "moe_intermediate_size": 64, "moe_layer_start_index": 1},
-        0.0,
-    ),
-    ("Glm4ForCausalLM", "glm4"): ("glm4", {}, 0.0),
-    ("GraniteForCausalLM", "granite"): ("granite", {"attention_multiplier": 0.25, "residual_multiplier": 0.5}, 0.0),
-    ("HyperCLOVAXForCausalLM", "hyperclovax"): ("hyperclovax", {"attention_multiplier": 0.25}, 0.0),
-    ("GemmaForCausalLM", "gemma"): ("gemma", {}, 1.0),
-    ("Gemma2ForCausalLM", "gemma2"): ("gemma2", {**SOME_SLIDE, "query_pre_attn_scalar": 64}, 1.0),
-    ("Gemma3ForCausalLM", "gemma3"): ("gemma3_text", {**SOME_SLIDE, "query_pre_attn_scalar": 64}, 1.0),
+    (name, each["file"]): (each["model_type"], each["config"], each["norms_add"]) for name, each in DECODERS.items()
 }
+"""(architecture, file) -> model_type, further keys, what the norms of the stream add to their weight."""
 
 
 @contextlib.contextmanager

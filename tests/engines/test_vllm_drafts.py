@@ -18,7 +18,8 @@ import torch
 from helpers import in_turn
 
 pytest.importorskip("vllm_started")
-from test_vllm_plugin import ADD, OwnLoader, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from reports import Said, told
+from test_vllm_plugin import ADD, OwnLoader
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -31,7 +32,7 @@ from vllm_started import ROUNDING, Started, apart, engine_config, in_engine, loa
 from layerfuse import registry
 from layerfuse.adapters import FinalNormSpec
 from layerfuse.adapters.specs import Parallel
-from layerfuse.engines.vllm.plugin import NotHereError
+from layerfuse.engines.plugins import NotHereError
 
 DRAFTS = {
     "deepseek-v3": ("DeepSeekMTPModel", {"VLLM_COMPILE": 2, "NONE": 1}),
@@ -72,7 +73,7 @@ def call(engine: Started, tokens: int = 6) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "mode"), in_turn(DRAFTS, ["NONE", "VLLM_COMPILE"]))
 def test_the_block_adds_no_residual_at_its_entry_and_every_other_site_is_fused(
-    name: str, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, mode: str, tmp_path: Path, said: Said
 ) -> None:
     made = engine_config(name, layerfuse={"fusions": [ADD], "strict": True}, mode=mode)
     with in_engine(made, tmp_path):
@@ -81,11 +82,11 @@ def test_the_block_adds_no_residual_at_its_entry_and_every_other_site_is_fused(
     with in_engine(plain, tmp_path):
         assert apart(found, call(draft(plain, name))) < ROUNDING
     run, sites = "first run" if mode == "NONE" else "profiling run", DRAFTS[name][1][mode]
-    assert f"{ADD}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the {run}" in said(caplog)
+    assert told(ADD, sites, run) in said()
 
 
 def test_a_final_norm_behind_a_gather_is_not_expected(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of a draft with sequence-parallel experts: the sum is gathered in front of it."""
     layer = import_model("vllm.model_executor.models.deepseek_v2:DeepseekV2DecoderLayer")
@@ -101,8 +102,8 @@ def test_a_final_norm_behind_a_gather_is_not_expected(
     made = engine_config("deepseek-v3", layerfuse={"fusions": [ADD], "strict": True})
     with in_engine(made, tmp_path):
         call(draft(made, "deepseek-v3"))
-    assert f"{ADD}: 1 expected, 1 fused, 0 missed; called 1 times in the profiling run" in said(caplog)
-    assert any(line.startswith("outside of what vLLM compiles: ") for line in said(caplog))
+    assert told(ADD, 1) in said()
+    assert any(line.startswith("outside of what vLLM compiles: ") for line in said())
 
 
 @pytest.mark.parametrize(
@@ -135,13 +136,11 @@ def test_the_norm_that_a_draft_shares_with_its_head_is_read(name: str, entry: st
     assert registry.unknown_in(model) == []
 
 
-def test_a_model_that_was_not_read_is_told_though_its_draft_was(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_was_not_read_is_told_though_its_draft_was(tmp_path: Path, said: Said) -> None:
     how = "vLLM loaded the model in a way that layerfuse does not know"
     for strict in (False, True):
         made = engine_config("deepseek-v3", layerfuse={"fusions": [ADD], "strict": strict}, mode="NONE")
         stopped = pytest.raises(NotHereError, match=f"layerfuse is strict, and {how}") if strict else nullcontext()
         with in_engine(made, tmp_path), stopped:
             call(draft(made, "deepseek-v3", OwnLoader))
-    assert sum(line.startswith(f"layerfuse: nothing is fused: {how}") for line in said(caplog)) == 1
+    assert sum(line.startswith(f"layerfuse: nothing is fused: {how}") for line in said()) == 1

@@ -18,20 +18,10 @@ import torch
 
 pytest.importorskip("vllm_started")
 from few_token_linears import BLOCKS
+from reports import FIRST, Said, missed, told
 from test_vllm_inside import as_installed, seen
-from test_vllm_modules import GATED, HERE, counts, line
-from test_vllm_plugin import (  # noqa: F401 (`fresh` is a fixture)
-    ADD,
-    COLUMNS,
-    DUAL,
-    GROUP_FP8,
-    PER_TOKEN_FP8,
-    ROWS,
-    STATIC_FP8,
-    TOKENS,
-    fresh,
-    said,
-)
+from test_vllm_modules import GATED, HERE, counts
+from test_vllm_plugin import ADD, COLUMNS, DUAL, GROUP_FP8, PER_TOKEN_FP8, ROWS, STATIC_FP8, TOKENS
 from test_vllm_specs import PER_TOKEN
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor import custom_op
@@ -80,9 +70,9 @@ def asked(scheme: str = "group", **more: Any) -> dict[str, Any]:
 
 def sites(scheme: str = "group") -> list[str]:
     """The lines where every site is fused, called in the first run."""
-    latents = [line(f"{DUAL}_{scheme}_quant", LATENTS)] if LATENTS else []
-    rest = [line(f"{NORM}_{scheme}_quant", 1), line(f"{PRODUCT}_{scheme}_quant", 1)]
-    return [line(f"{ADD}_{scheme}_quant", 2), *latents, *rest]
+    latents = [told(f"{DUAL}_{scheme}_quant", LATENTS, FIRST)] if LATENTS else []
+    rest = [told(f"{NORM}_{scheme}_quant", 1, FIRST), told(f"{PRODUCT}_{scheme}_quant", 1, FIRST)]
+    return [told(f"{ADD}_{scheme}_quant", 2, FIRST), *latents, *rest]
 
 
 class Calls(TorchDispatchMode):
@@ -99,20 +89,20 @@ class Calls(TorchDispatchMode):
 
 @FORMATS
 def test_linears_take_what_the_norm_in_front_of_them_has_quantised(
-    kernel: str, quantised: Any, scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kernel: str, quantised: Any, scheme: str, tmp_path: Path, said: Said
 ) -> None:
     with quantised(), model(tmp_path, False, kernel, scheme) as engine:
         plain = [engine(tokens) for tokens in (6, 1, 33)]
-    caplog.clear()
+    said.clear()
     with quantised(), model(tmp_path, asked(scheme, strict=True), kernel, scheme) as engine:
         assert all(close(engine(tokens), each) for tokens, each in zip((6, 1, 33), plain, strict=True))
-    assert counts(said(caplog)) == sites(scheme)
-    assert not any("another" in each or "does not" in each for each in said(caplog))
+    assert counts(said()) == sites(scheme)
+    assert not any("another" in each or "does not" in each for each in said())
 
 
 @pytest.mark.parametrize("powers_of_two", [False, True])
 def test_linears_that_quantise_inside_of_their_product_take_it_too(
-    powers_of_two: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    powers_of_two: bool, tmp_path: Path, said: Said
 ) -> None:
     """As vLLM is installed on Hopper: layerfuse multiplies few tokens that were quantised before, and DeepGEMM more."""
     options: dict[str, Any] = {"mode": "NONE", "dtype": "bfloat16", "overrides": GROUP_FP8}
@@ -127,7 +117,7 @@ def test_linears_that_quantise_inside_of_their_product_take_it_too(
         given_to_kernels()  # in other tests
         plain = [engine(tokens) for tokens in (6, 40)]
         inside_theirs = given_to_kernels()
-    caplog.clear()
+    said.clear()
     with (
         as_installed(powers_of_two),
         mock.patch.object(readers, "native_methods", return_value=nothing),
@@ -138,7 +128,7 @@ def test_linears_that_quantise_inside_of_their_product_take_it_too(
         with counting() as called:
             assert all(close(engine(tokens), each) for tokens, each in zip((6, 40), plain, strict=True))
         inside_ours = given_to_kernels()
-    assert counts(said(caplog)) == [*sites(), line(BLOCKS, ours)]
+    assert counts(said()) == [*sites(), told(BLOCKS, ours, FIRST)]
     assert called["block_scaled_linear"] == 2 * (4 + LATENTS + 1), "down_proj of the shared experts among them"
     assert called["group_quant_linear"] == 2 * 1, "their gate_up_proj"
     before, now = (Counter(whose for whose, _, _ in each) for each in (inside_theirs, inside_ours))
@@ -147,7 +137,7 @@ def test_linears_that_quantise_inside_of_their_product_take_it_too(
     assert {dtype for whose, dtype, _ in inside_ours if whose == "FlashInfer"} == {torch.bfloat16}
 
 
-def test_a_gated_norm_hands_over_its_heads_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gated_norm_hands_over_its_heads_joined(tmp_path: Path, said: Said) -> None:
     """vLLM flattens the heads that the norm gives before the linear reads them."""
     results, asked_for = [], {"fusions": [f"{GATED}_per_token_quant"], "strict": True}
     heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}  # vLLM pads fp8 weights to 16 columns
@@ -161,7 +151,7 @@ def test_a_gated_norm_hands_over_its_heads_joined(tmp_path: Path, caplog: pytest
             results.append([engine(tokens) for tokens in (6, 33)])
     tokens = [rows for both in zip(*results, strict=True) for rows in zip(*both, strict=True)]
     assert max(apart(*rows) for rows in tokens) < 0.06  # 0.033: roundings to 8 bits, which the next layers carry on
-    assert counts(said(caplog)) == [line(f"{GATED}_per_token_quant", 3)]
+    assert counts(said()) == [told(f"{GATED}_per_token_quant", 3, FIRST)]
 
 
 def given_to_kernels() -> list[Any]:
@@ -182,9 +172,7 @@ def test_vllms_quantisers_are_not_called_where_the_norm_has_quantised(tmp_path: 
     assert calls == [8, 8 - 4 - LATENTS]
 
 
-def test_a_norm_that_is_changed_on_its_way_is_quantised_by_vllm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_norm_that_is_changed_on_its_way_is_quantised_by_vllm(tmp_path: Path, said: Said) -> None:
     """In place, so that the tensor is the same: the first call of each linear compares both ways."""
 
     def twice(_: Any, args: tuple[Any, ...]) -> None:
@@ -192,19 +180,17 @@ def test_a_norm_that_is_changed_on_its_way_is_quantised_by_vllm(
 
     results = []
     for options in (False, asked()):
-        caplog.clear()
+        said.clear()
         with model(tmp_path, options) as engine:
             engine.model.model.layers[0].mlp.gate_up_proj.register_forward_pre_hook(twice)
             results.append([engine(), engine(3)])
     assert all(close(*each) for each in zip(*results, strict=True))
-    lines = said(caplog)
+    lines = said()
     assert f"{ADD}_group_quant: 2 expected, 1 fused, 1 missed; called 2 times in the first run" in lines
     assert any("layers.0:post_attention: what runs there computes something else" in each for each in lines)
 
 
-def test_where_no_linear_is_given_the_norms_result_that_is_a_miss(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_no_linear_is_given_the_norms_result_that_is_a_miss(tmp_path: Path) -> None:
     def copied(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (args[0].clone(), *args[1:])
 
@@ -214,61 +200,44 @@ def test_where_no_linear_is_given_the_norms_result_that_is_a_miss(
             engine()
 
 
-def test_a_quantiser_of_another_plugin_is_left_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "fusions"), [(QuantFP8, asked()["fusions"]), (SiluAndMul, [f"{PRODUCT}_group_quant"])]
+)
+def test_what_another_plugin_wraps_is_left_alone(
+    place: Any, fusions: list[str], tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = QuantFP8.forward_native
+    """A quantiser, and a product, which is a static method."""
+    own, held = place.forward_native, vars(place)["forward_native"]
 
     @functools.wraps(own)
-    def louder(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        values, scales = own(self, x, *args, **kwargs)
-        return values, scales * 2
+    def louder(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        return (found[0], found[1] * 2) if isinstance(found, tuple) else found * 2
 
-    monkeypatch.setattr(QuantFP8, "forward_native", louder)
+    monkeypatch.setattr(place, "forward_native", type(held)(louder) if isinstance(held, staticmethod) else louder)
     results = []
-    for options in (False, asked()):
-        caplog.clear()
+    for options in (False, {"fusions": fusions}):
+        said.clear()
         with model(tmp_path, options) as engine:
             results.append(engine())
     assert torch.equal(*results)
-    assert any("is not vLLM's own: it is from test_vllm_handover" in each for each in said(caplog))
-
-
-def test_a_product_of_another_plugin_is_left_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = SiluAndMul.forward_native
-
-    @functools.wraps(own)
-    def louder(x: torch.Tensor) -> torch.Tensor:
-        return own(x) * 2
-
-    monkeypatch.setattr(SiluAndMul, "forward_native", staticmethod(louder))
-    results = []
-    for options in (False, {"fusions": [f"{PRODUCT}_group_quant"]}):
-        caplog.clear()
-        with model(tmp_path, options) as engine:
-            results.append(engine())
-    assert torch.equal(*results)
-    assert f"{PRODUCT}_group_quant: 1 expected, 0 fused, 1 missed; called 0 times in the first run" in said(caplog)
-    assert any("is not vLLM's own: it is from test_vllm_handover" in each for each in said(caplog))
+    assert place is QuantFP8 or missed(f"{PRODUCT}_group_quant", 1, 0, FIRST) in said()
+    assert any("is not vLLM's own: it is from test_vllm_handover" in each for each in said())
 
 
 class Derived(QuantFP8):
     """As another package's: it may do something else."""
 
 
-def test_a_derived_quantiser_is_left_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_derived_quantiser_is_left_alone(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm alone is fused there where that is asked for too: the plan's fallback."""
     monkeypatch.setitem(custom_op.op_registry_oot, "QuantFP8", Derived)  # what CustomOp.register_oot does
     for more, calls in (([], 0), ([ADD], 4)):
-        caplog.clear()
+        said.clear()
         with model(tmp_path, {"fusions": [*asked()["fusions"], *more]}) as engine, Calls(ADD) as counted:
             engine()
-        lines = said(caplog)
-        assert f"{ADD}_group_quant: 2 expected, 0 fused, 2 missed; called 0 times in the first run" in lines
+        lines = said()
+        assert missed(f"{ADD}_group_quant", 2, 0, FIRST) in lines
         assert any("does not quantise in a way that layerfuse knows a place in" in each for each in lines)
         assert not any("problem" in each for each in lines)
         assert counted.calls == calls

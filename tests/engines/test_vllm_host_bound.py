@@ -19,10 +19,10 @@ import pytest
 import torch
 
 pytest.importorskip("vllm_started")
-
+from reports import Said, told
 from test_vllm_keys import key
 from test_vllm_keys import start as begun
-from test_vllm_plugin import ADD, BOTH, DUAL, SHORT, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from test_vllm_plugin import ADD, BOTH, DUAL, SHORT
 from vllm.config import CUDAGraphMode
 from vllm_started import loaded_from_cache, started, waiting
 
@@ -36,8 +36,7 @@ MOST, CAPTURED, WAITS, MORE = 2048, 8, 20, 40
 HERE = {**BOTH, "strict": True, "host_bound": 32}
 IN_ALL = {**BOTH, "strict": True}
 OWN = "in steps of 9 to {} tokens vLLM's own graph runs"
-FUSED = "{0}: {1} expected, {1} fused, 0 missed; called {1} times in the {2}"
-FIRST = "first run of at most 8 tokens"
+PUT_OFF = "first run of at most 8 tokens"
 
 
 def config(endpoints: Any, captured: int | None, mode: str = "FULL_AND_PIECEWISE") -> Any:
@@ -100,16 +99,14 @@ def calls_of(step: Any, given: Any) -> int:
     return counted
 
 
-def test_there_vllms_own_graph_runs_and_costs_the_host_no_more_than_without(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_there_vllms_own_graph_runs_and_costs_the_host_no_more_than_without(tmp_path: Path, said: Said) -> None:
     # To find a step's graph among three takes longer than among one: 0.1 us for a piece.
     ranges, short = {"compile_ranges_endpoints": [CAPTURED, 32]}, SHORT
     with started("deepseek-v3", tmp_path / "own", layerfuse=False, captured=CAPTURED, **ranges, **short) as engine:
         own = engine(WAITS)
         calls = min(calls_of(engine, WAITS) for _ in range(3))  # the first calls of a kind look something up
     for start in ("cold", "warm"):
-        caplog.clear()
+        said.clear()
         before = loaded_from_cache()
         with started("deepseek-v3", tmp_path, layerfuse=HERE, captured=CAPTURED, **short) as engine:
             engine(MORE)
@@ -122,48 +119,48 @@ def test_there_vllms_own_graph_runs_and_costs_the_host_no_more_than_without(
                     assert torch.equal(found, own)
             if start == "cold":  # vLLM calls fewer where it has read a model from its cache
                 assert min(calls_of(engine, WAITS) for _ in range(3)) <= calls
-        lines = said(caplog)
-        assert {FUSED.format(ADD, 2, "profiling run"), FUSED.format(DUAL, 1, "profiling run")} <= {*lines}
+        lines = said()
+        assert {told(ADD, 2), told(DUAL, 1)} <= {*lines}
         assert "over 2 graphs and 2 ranges of tokens: (1, 8), (33, 2048)" in lines
         assert OWN.format(32) in lines
 
 
 def test_where_the_profiling_run_is_such_a_step_the_first_other_one_is_looked_at(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "steps", lambda *_: (2, 4, 7, 100))
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=IN_ALL, captured=CAPTURED) as engine:
         for _ in range(2):
             with counting() as counted:
                 engine(MORE)
-            assert not counted and not any(ADD in line for line in said(caplog))
+            assert not counted and not any(ADD in line for line in said())
         engine(6)
         # Of what that run has called, for 1, 3, 5 and 8 tokens: of its two graphs one is for up to 8, whatever vLLM captures in the end.
-        assert any(line.startswith("layerfuse: 8 launches for other numbers of tokens") for line in said(caplog))
-        lines = said(caplog)
-        assert {FUSED.format(ADD, 2, FIRST), FUSED.format(DUAL, 1, FIRST), OWN.format(MOST)} <= {*lines}
+        assert any(line.startswith("layerfuse: 8 launches for other numbers of tokens") for line in said())
+        lines = said()
+        assert {told(ADD, 2, PUT_OFF), told(DUAL, 1, PUT_OFF), OWN.format(MOST)} <= {*lines}
         engine(6)
-        assert said(caplog) == lines
+        assert said() == lines
 
 
 def test_nothing_is_launched_beforehand_for_these_numbers_of_tokens_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "steps", lambda *_: (2, 10, 20, 36))
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=HERE, captured=CAPTURED) as engine:
         engine(MORE)
     # Of each of two ops for 1, 3, 21 and 37 tokens: what is launched for 11 to 20 alone never runs.
-    assert any(line.startswith("layerfuse: 8 launches for other numbers of tokens") for line in said(caplog))
+    assert any(line.startswith("layerfuse: 8 launches for other numbers of tokens") for line in said())
 
 
-def test_what_was_compiled_is_kept_before_that_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_compiled_is_kept_before_that_run(tmp_path: Path, said: Said) -> None:
     before = loaded_from_cache()
     for step in (MORE, 6):  # the first start ends before the run that is looked at
         with started("deepseek-v3", tmp_path, **SHORT, layerfuse=IN_ALL, captured=CAPTURED) as engine:
             engine(MORE)
             engine(step)
     assert loaded_from_cache() - before == 1
-    assert FUSED.format(ADD, 2, FIRST) in said(caplog)
+    assert told(ADD, 2, PUT_OFF) in said()
 
 
 @pytest.mark.parametrize("steps", [(), (MORE,)], ids=["no run", "the profiling run alone"])

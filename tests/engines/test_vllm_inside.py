@@ -10,15 +10,16 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("vllm_started")
-
 from few_token_linears import BLOCKS, everywhere
-from test_vllm_plugin import ADD, DUAL, GROUP_FP8, ONE_FP8, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from reports import Said, told
+from test_vllm_plugin import ADD, DUAL, GROUP_FP8, ONE_FP8
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm_layers import fp8_kernel
@@ -27,7 +28,7 @@ from vllm_started import BLOCK_FP8, apart, close, quantised_as_on_cuda, started
 from layerfuse.adapters.linear_quant import quantiser_of
 from layerfuse.engines.loading import NotFusedError
 from layerfuse.engines.native import NotNativeError
-from layerfuse.engines.vllm import inside, loading
+from layerfuse.engines.vllm import inside, loading, products
 from layerfuse.engines.vllm.readers import PRODUCT
 from layerfuse.fusion import Target
 from layerfuse.fusion.backends import counting
@@ -40,6 +41,8 @@ seen: list[tuple[str, torch.dtype, int]] = []
 """What the kernels were given: whose, in which dtype, how many tokens."""
 rounded: set[bool] = set()
 """Whether the scales that came with values in fp8 were powers of two."""
+laid: set[tuple[int, ...]] = set()
+"""The strides of the scales that DeepGEMM was given."""
 
 
 def _product(rows: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
@@ -72,23 +75,38 @@ def _deep_gemm(
     rows: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor, *, is_deep_gemm_e8m0_used: bool
 ) -> None:
     seen.append(("DeepGEMM", rows[0].dtype, len(out)))
+    laid.add(rows[1].stride())
     assert is_deep_gemm_e8m0_used == DEEP_GEMM.is_deep_gemm_e8m0_used()
     out.copy_(_product(rows[0].float() * rows[1].repeat_interleave(128, -1)[:, : rows[0].shape[-1]], *weight))
 
 
+WAYS = {
+    "FlashInfer": "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+    "DeepGEMM": "deep_gemm:DeepGemmFp8BlockScaledMMKernel",
+    "CUTLASS": "cutlass:CutlassFp8BlockScaledMMKernel",
+}
+
+
 @contextlib.contextmanager
-def as_installed(powers_of_two: bool = False) -> Iterator[None]:
-    """vLLM's fp8 linears as it has them on Hopper beside FlashInfer, but for the two kernels."""
+def multiplying(way: str, powers_of_two: bool = False) -> Iterator[None]:
+    """vLLM's fp8 linears by one of these, as on Hopper, but for FlashInfer's kernel and DeepGEMM's."""
     with (
         mock.patch.object(DEEP_GEMM, "is_deep_gemm_e8m0_used", return_value=powers_of_two),
-        fp8_kernel("flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel"),
+        fp8_kernel(WAYS[way]),
         quantised_as_on_cuda(),
         mock.patch.object(KERNELS, "flashinfer_fp8_blockscale_gemm", _flashinfer),
         mock.patch.object(KERNELS, "fp8_gemm_nt", _deep_gemm),
-        mock.patch.object(inside, "native_function"),  # which would find the two
+        mock.patch.object(DEEP_GEMM, "fp8_gemm_nt", _deep_gemm),
+        mock.patch.object(inside, "native_function"),  # which would find them
+        mock.patch.object(products, "native_function"),
         mock.patch.object(loading, "target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
     ):
         yield
+
+
+def as_installed(powers_of_two: bool = False) -> Any:
+    """As vLLM has them on Hopper beside FlashInfer."""
+    return multiplying("FlashInfer", powers_of_two)
 
 
 FUSED = 2 + 2 + 1 + 1 + 1
@@ -100,7 +118,7 @@ MANY = FUSED + UNFUSED
 
 @pytest.mark.parametrize("powers_of_two", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_named_fusion_takes_the_quantisation_out_and_layerfuse_multiplies_few_tokens(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, powers_of_two: bool
+    tmp_path: Path, said: Said, powers_of_two: bool
 ) -> None:
     options = {"fusions": "all", "strict": True}
     with (
@@ -128,14 +146,12 @@ def test_a_named_fusion_takes_the_quantisation_out_and_layerfuse_multiplies_few_
             assert sorted((whose, str(dtype)) for whose, dtype, many in mine if many == tokens) == sorted(
                 (whose, str(dtype)) for whose, dtype in wanted
             )
-    assert {line.partition(";")[0] for line in said(caplog) if "expected" in line} >= {
+    assert {line.partition(";")[0] for line in said() if "expected" in line} >= {
         f"{ADD}_group_quant: 2 expected, 2 fused, 0 missed",
         f"{DUAL}_group_quant: 2 expected, 2 fused, 0 missed",
         "silu_mul_group_quant: 1 expected, 1 fused, 0 missed",
     }
-    assert f"{BLOCKS}: {MANY} expected, {MANY} fused, 0 missed; called {MANY} times in the profiling run" in said(
-        caplog
-    )
+    assert told(BLOCKS, MANY) in said()
 
 
 @contextlib.contextmanager
@@ -169,7 +185,7 @@ def test_a_plan_says_whose_code_keeps_a_quantisation_inside(tmp_path: Path) -> N
         pass
 
 
-def test_without_a_name_nothing_is_taken_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_name_nothing_is_taken_out(tmp_path: Path) -> None:
     with (
         as_installed(),
         started(
@@ -184,9 +200,7 @@ def test_without_a_name_nothing_is_taken_out(tmp_path: Path, caplog: pytest.LogC
     assert "it was measured faster on sm90, where linears quantise inside of their op" in text
 
 
-def test_what_is_put_back_reads_what_a_fusion_without_quantisation_gives(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_put_back_reads_what_a_fusion_without_quantisation_gives(tmp_path: Path, said: Said) -> None:
     options = {"fusions": f"+{DUAL}_group_quant,+{ADD}", "strict": True}
     with (
         as_installed(),
@@ -194,15 +208,13 @@ def test_what_is_put_back_reads_what_a_fusion_without_quantisation_gives(
     ):
         engine()
         assert close(engine(6), engine.uncompiled(6))
-    assert {line.partition(";")[0] for line in said(caplog) if "expected" in line} >= {
+    assert {line.partition(";")[0] for line in said() if "expected" in line} >= {
         f"{ADD}: 2 expected, 2 fused, 0 missed",
         f"{DUAL}_group_quant: 1 expected, 1 fused, 0 missed",
     }
 
 
-def test_zero_centred_norms_whose_weights_are_float32_in_the_graph(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_zero_centred_norms_whose_weights_are_float32_in_the_graph(tmp_path: Path, said: Said) -> None:
     """Qwen3.5 in fp8: vLLM's own pass fuses none of its norms (vLLM#45770)."""
     options = {"fusions": "all", "strict": True}
     fp8 = {"quantization_config": BLOCK_FP8["quantization_config"]}
@@ -212,7 +224,7 @@ def test_zero_centred_norms_whose_weights_are_float32_in_the_graph(
     ):
         engine()
         assert apart(engine(40), engine.uncompiled(40)) < 0.05  # one rounding to e4m3 is up to 0.06 of a number
-    assert {line.partition(";")[0] for line in said(caplog) if "expected" in line} == {
+    assert {line.partition(";")[0] for line in said() if "expected" in line} == {
         f"{ADD}_group_quant: 7 expected, 7 fused, 0 missed",
         f"{ADD}: 1 expected, 1 fused, 0 missed",
         "rms_norm_group_quant: 1 expected, 1 fused, 0 missed",
@@ -221,7 +233,7 @@ def test_zero_centred_norms_whose_weights_are_float32_in_the_graph(
         "qk_norm_rope: 1 expected, 1 fused, 0 missed",
         f"{BLOCKS}: 16 expected, 16 fused, 0 missed",
     }
-    assert "3 linears that no spec lists are layerfuse's for few tokens too" in said(caplog)
+    assert "3 linears that no spec lists are layerfuse's for few tokens too" in said()
 
 
 def test_what_no_fusion_takes_is_put_back_for_more_than_few_tokens() -> None:

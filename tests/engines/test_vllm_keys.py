@@ -10,7 +10,6 @@ import functools
 import importlib
 import inspect
 import json
-import logging
 import os
 import re
 import subprocess
@@ -24,6 +23,7 @@ import torch
 from helpers import in_turn
 
 pytest.importorskip("vllm_started")
+from reports import Said, missed, told
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.platforms import current_platform
 from vllm_started import BLOCK_FP8, ONE_LAYER, ROUNDING, apart, fp8, loaded_from_cache, started, waiting
@@ -40,15 +40,7 @@ from layerfuse.fusion.policy import Policy, shipped
 ADD = "add_rms_norm"
 OPEN = {"fusions": [ADD]}
 STRICT = {**OPEN, "strict": True}
-TOLD = "{0} expected, {0} fused, 0 missed; called {0} times in the profiling run"
-FUSED = f"{ADD}: {TOLD.format(2)}"
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    caplog.set_level(logging.INFO, logger="vllm.layerfuse")
+FUSED = told(ADD, 2)
 
 
 @contextlib.contextmanager
@@ -59,13 +51,6 @@ def start(cache: Path, **config: Any) -> Iterator[Any]:
         given = {"layerfuse": STRICT, "split": False, "overrides": ONE_LAYER, **config}
         with started("deepseek-v3", cache, **given) as engine:
             yield engine
-
-
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What layerfuse has logged since it was asked last."""
-    messages = [record.getMessage() for record in caplog.records if record.name == "vllm.layerfuse"]
-    caplog.clear()
-    return [line.strip() for message in messages for line in message.splitlines()]
 
 
 def test_whether_linears_of_16_bits_are_layerfuses_is_part_of_it(tmp_path: Path) -> None:
@@ -85,36 +70,36 @@ def test_whether_linears_of_16_bits_are_layerfuses_is_part_of_it(tmp_path: Path)
     ],
 )
 def test_a_start_whose_pass_could_not_be_added_leaves_nothing_behind(
-    mega: str, split: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    mega: str, split: bool, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", mega)
     insert = "layerfuse.engines.vllm.passes.insert"
     # Only of three layers are some pieces equal.
     given, sites = ({"split": True, "overrides": {}}, 6) if split else ({}, 2)
-    fused = f"{ADD}: {TOLD.format(sites)}"
+    fused = told(ADD, sites)
     with (
         mock.patch(insert, side_effect=TypeError("a manager has no list of passes")),
         start(tmp_path, **given) as engine,
         pytest.raises(FusionMissedError, match="layerfuse's pass could not be added to vLLM's: a manager has no list"),
     ):
         engine()
-    assert f"{ADD}: {sites} expected, 0 fused, {sites} missed; called 0 times in the profiling run" in lines(caplog)
+    assert missed(ADD, sites) in said.new()
     before = loaded_from_cache()
     for warm in (False, True):
         # Where the report goes decides nothing of what is compiled.
         options = {**STRICT, "report": str(tmp_path / "elsewhere.json")} if warm else STRICT
         with start(tmp_path, layerfuse=options, **given) as engine:
             assert apart(engine(), engine.uncompiled()) < ROUNDING
-        assert fused in lines(caplog)
+        assert fused in said.new()
         assert loaded_from_cache() - before == warm
     # What is kept fused serves a start that could not fuse it, which spoils nothing either.
     with mock.patch(insert, side_effect=TypeError("no list")), start(tmp_path, layerfuse=OPEN, **given) as engine:
         engine()
     # Of several artefacts, those of equal pieces are compiled anew at every start.
-    assert (fused in lines(caplog)) == (mega == "1")
+    assert (fused in said.new()) == (mega == "1")
     with start(tmp_path, **given) as engine:
         engine()
-    assert fused in lines(caplog)
+    assert fused in said.new()
 
 
 class OwnManager(PostGradPassManager):
@@ -174,7 +159,7 @@ def test_what_was_left_unfused_is_never_served_again(
     held: tuple[str, str, bool, bool],
     trouble: tuple[str, dict[str, Any], str],
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    said: Said,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither by the next start, which compiles anew, nor by those behind it, which are served what that one has kept."""
@@ -185,13 +170,13 @@ def test_what_was_left_unfused_is_never_served_again(
     given, sites = ({"split": True, "overrides": {"first_k_dense_replace": 3}}, 6) if split else ({}, 2)
     with mock.patch(place, **instead), start(tmp_path, layerfuse=OPEN, **given) as engine:
         engine()
-    assert any(why in line for line in lines(caplog))
+    assert any(why in line for line in said.new())
     # A split model is compiled in part at every start; where nothing is kept, one start is as any other.
     for warm in (0, 1) if kept else (0,):
         before = loaded_from_cache()
         with start(tmp_path, **given) as engine:
             assert apart(engine(), engine.uncompiled()) < ROUNDING
-        assert f"{ADD}: {TOLD.format(sites)}" in lines(caplog)
+        assert told(ADD, sites) in said.new()
         assert loaded_from_cache() - before == (warm and kept)
 
 
@@ -203,9 +188,7 @@ def test_what_was_left_unfused_is_never_served_again(
         ("NONE", "vllm.model_executor.models.deepseek_v2.DeepseekV2Model.forward"),
     ],
 )
-def test_a_first_call_that_raises_is_none(
-    mode: str, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_first_call_that_raises_is_none(mode: str, where: str, tmp_path: Path, said: Said) -> None:
     """Who catches its error and calls again has what was planned, and its report."""
     with start(tmp_path, mode=mode) as engine:
         with mock.patch(where, side_effect=RuntimeError("no memory")), pytest.raises(Exception, match="no memory"):
@@ -213,11 +196,11 @@ def test_a_first_call_that_raises_is_none(
         torch._dynamo.reset()
         engine()
     run = "profiling run" if mode == "VLLM_COMPILE" else "first run"
-    assert f"{ADD}: 2 expected, 2 fused, 0 missed; called 2 times in the {run}" in lines(caplog)
+    assert told(ADD, 2, run) in said.new()
 
 
 def test_another_manager_of_passes_has_a_key_of_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bad company, beside a start in good company: each has its own, cold and warm."""
     theirs = mock.patch.object(
@@ -230,10 +213,10 @@ def test_another_manager_of_passes_has_a_key_of_its_own(
             pytest.raises(FusionMissedError, match="OwnManager has no list of passes"),
         ):
             engine()
-        lines(caplog)
+        said.new()
         with start(tmp_path) as engine:
             assert apart(engine(), engine.uncompiled()) < ROUNDING
-        assert FUSED in lines(caplog)
+        assert FUSED in said.new()
 
 
 def bypassed(*hooks: str) -> contextlib.AbstractContextManager[None]:
@@ -254,7 +237,7 @@ CONFIGURE = "vllm.compilation.backends:VllmBackend.configure_post_pass"
 
 @pytest.mark.parametrize("hooks", [("pass",), ("pass", "piece")])
 def test_a_start_whose_hook_another_package_has_taken_away_says_whose_it_is_and_leaves_nothing_behind(
-    hooks: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hooks: tuple[str, ...], tmp_path: Path, said: Said
 ) -> None:
     with (
         start(tmp_path) as engine,
@@ -262,26 +245,24 @@ def test_a_start_whose_hook_another_package_has_taken_away_says_whose_it_is_and_
         pytest.raises(FusionMissedError, match=f"{CONFIGURE} {PASSED_BY}"),
     ):
         engine()
-    assert f"{ADD}: 2 expected, 0 fused, 2 missed; called 0 times in the profiling run" in lines(caplog)
+    assert missed(ADD, 2) in said.new()
     before = loaded_from_cache()
     for warm in (False, True):
         with start(tmp_path) as engine:
             assert apart(engine(), engine.uncompiled()) < ROUNDING
-        assert FUSED in lines(caplog)
+        assert FUSED in said.new()
         assert loaded_from_cache() - before == warm
 
 
 @pytest.mark.parametrize("hook", ["piece", "artefact"])
-def test_where_nobody_tells_of_graphs_the_calls_tell_what_is_fused(
-    hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_nobody_tells_of_graphs_the_calls_tell_what_is_fused(hook: str, tmp_path: Path, said: Said) -> None:
     if hook == "artefact":
         with start(tmp_path) as engine:
             engine()
-    lines(caplog)
+    said.new()
     with start(tmp_path) as engine, bypassed(hook):
         assert apart(engine(), engine.uncompiled()) < ROUNDING
-    told = lines(caplog)
+    told = said.new()
     assert FUSED in told
     assert any(f"{PASSED_BY}: what is fused is known by the calls of the profiling run alone" in line for line in told)
 
@@ -296,7 +277,7 @@ class OneManager(PostGradPassManager):
 
 
 def test_a_manager_that_serves_all_models_of_a_process_has_the_pass_of_the_one_that_is_compiled(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = OneManager()
     monkeypatch.setattr(f"{__name__}.the_manager", lambda: manager, raising=False)
@@ -306,7 +287,7 @@ def test_a_manager_that_serves_all_models_of_a_process_has_the_pass_of_the_one_t
     for fusion in (ADD, "mla_dual_rms_norm", ADD):
         with start(tmp_path, layerfuse={"fusions": [fusion], "strict": True}) as engine:
             assert apart(engine(), engine.uncompiled()) < ROUNDING
-        assert f"{fusion}: {TOLD.format(2 if fusion == ADD else 1)}" in lines(caplog)
+        assert told(fusion, 2 if fusion == ADD else 1) in said.new()
 
 
 def key(engine: Any) -> str:
@@ -350,19 +331,17 @@ def test_where_nothing_is_on_vllm_has_its_own_key(tmp_path: Path) -> None:
         assert own != engine.config.compute_hash() != key(engine)
 
 
-def test_a_key_that_cannot_be_found_is_one_that_no_other_start_has(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_that_cannot_be_found_is_one_that_no_other_start_has(tmp_path: Path, said: Said) -> None:
     with (
         mock.patch("layerfuse.engines.vllm.keys.kernels_here", side_effect=RuntimeError("of the tests")),
         start(tmp_path, layerfuse=OPEN) as engine,
     ):
         assert key(engine) != key(engine)
-    said = "layerfuse: finding the key of the fusions for vLLM's cache failed: RuntimeError: of the tests"
-    assert said in lines(caplog)
+    failed = "layerfuse: finding the key of the fusions for vLLM's cache failed: RuntimeError: of the tests"
+    assert failed in said.new()
 
 
-def test_a_compiled_model_without_its_report_is_compiled_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiled_model_without_its_report_is_compiled_anew(tmp_path: Path, said: Said) -> None:
     """As a start leaves it that ended before its profiling run did."""
     for there in ("nothing", "the model alone", "both"):
         if there == "the model alone":
@@ -371,13 +350,11 @@ def test_a_compiled_model_without_its_report_is_compiled_anew(tmp_path: Path, ca
         before = loaded_from_cache()
         with start(tmp_path) as engine:
             engine()
-        assert FUSED in lines(caplog)
+        assert FUSED in said.new()
         assert loaded_from_cache() - before == (there == "both")
 
 
-def test_a_compiled_model_that_is_another_than_its_report_is_served_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_compiled_model_that_is_another_than_its_report_is_served_once(tmp_path: Path, said: Said) -> None:
     """As two starts at the same time leave it, of which one could not fuse: the last to write the model, and the last to write the report."""
     models = {}
     for options in (OPEN, False):
@@ -385,7 +362,7 @@ def test_a_compiled_model_that_is_another_than_its_report_is_served_once(
             engine()
         (models[str(options)],) = (path for path in (tmp_path / str(options)).rglob("model") if path.is_file())
     models[str(OPEN)].write_bytes(models["False"].read_bytes())
-    lines(caplog)
+    said.new()
     with (
         start(tmp_path / str(OPEN)) as engine,
         pytest.raises(CallsDifferError, match="was called 0 times in the profiling run; the graphs hold it 2 times"),
@@ -393,7 +370,7 @@ def test_a_compiled_model_that_is_another_than_its_report_is_served_once(
         engine()
     with start(tmp_path / str(OPEN)) as engine:
         assert apart(engine(), engine.uncompiled()) < ROUNDING
-    assert FUSED in lines(caplog)
+    assert FUSED in said.new()
 
 
 def test_triton_keeps_its_kernels_in_one_folder_cold_and_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +401,7 @@ def test_triton_keeps_its_kernels_in_one_folder_cold_and_warm(tmp_path: Path, mo
 
 
 def test_two_engines_with_one_path_write_two_reports(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines of one process, of one that still runs, and of one that does not."""
     path = tmp_path / "report.json"
@@ -437,7 +414,7 @@ def test_two_engines_with_one_path_write_two_reports(
                 plugin.register()
                 with started(name, tmp_path, **runs) as engine:
                     engine()
-            wrote += [Path(line.removeprefix("in full: ")) for line in lines(caplog) if line.startswith("in full")]
+            wrote += [Path(line.removeprefix("in full: ")) for line in said.new() if line.startswith("in full")]
         other.kill()
     assert wrote == [tmp_path / "report-2.json", tmp_path / "report-3.json"]
     models = [list(json.loads(each.read_text())["modules"]) for each in wrote]
@@ -445,7 +422,7 @@ def test_two_engines_with_one_path_write_two_reports(
     assert json.loads(path.read_text())["modules"] == {}
     with start(tmp_path, **runs) as engine:
         engine()
-    assert f"in full: {path}" in lines(caplog)
+    assert f"in full: {path}" in said.new()
 
 
 @pytest.mark.parametrize(
@@ -477,41 +454,37 @@ def test_misses_that_differ_in_the_names_of_nodes_are_one_line(tmp_path: Path) -
     assert engine is not None
 
 
-def test_the_log_repeats_no_figures_of_another_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_repeats_no_figures_of_another_machine(tmp_path: Path, said: Said) -> None:
     with start(tmp_path, layerfuse={"fusions": "+mla_dual_rms_norm"}) as engine:
         engine()
-    (off,) = [line for line in lines(caplog) if line.startswith(f"{ADD}: off at")]
+    (off,) = [line for line in said.new() if line.startswith(f"{ADD}: off at")]
     assert off.endswith("merges the add into the norm by itself: with the fusion a decode step took as long")
     (path,) = tmp_path.rglob("layerfuse-report.json")
     assert "H200" in path.read_text()
 
 
-def test_linears_that_quantise_inside_of_flashinfers_kernel_are_said_at_load(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_linears_that_quantise_inside_of_flashinfers_kernel_are_said_at_load(tmp_path: Path, said: Said) -> None:
     """VLLM's own choice on Hopper where FlashInfer runs."""
     kernel = "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel"
     given = {"dtype": "bfloat16", "overrides": BLOCK_FP8}
     with fp8(kernel), start(tmp_path, layerfuse={"fusions": "+add_rms_norm"}, **given):
         _, compiled = waiting()
         assert not any(decision.fusion.endswith("_group_quant") for decision in compiled.plan.expected())
-    (line,) = [line for line in lines(caplog) if "FlashInfer" in line]
+    (line,) = [line for line in said.new() if "FlashInfer" in line]
     assert re.match(r"layerfuse: \d+ linears of DeepseekV3ForCausalLM quantise inside of FlashInfer's op", line)
     with fp8("cutlass:CutlassFp8BlockScaledMMKernel"), start(tmp_path, layerfuse={"fusions": "all"}, **given):
         _, compiled = waiting()
         assert any(decision.fusion.endswith("_group_quant") for decision in compiled.plan.expected())
-    assert not any("FlashInfer" in line for line in lines(caplog))
+    assert not any("FlashInfer" in line for line in said.new())
 
 
-def test_a_policy_that_changes_between_two_starts_is_followed_by_the_next(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_policy_that_changes_between_two_starts_is_followed_by_the_next(tmp_path: Path, said: Said) -> None:
     """Without options, planned for sm90. What was kept with one policy is not served with the other."""
     every, product = shipped(), "silu_mul_group_quant"
     fewer = Policy(measurement=tuple(row for row in every.measurement if product not in row.fusions))
     given = {"dtype": "bfloat16", "overrides": {**ONE_LAYER, **BLOCK_FP8}}
     for policy, products in ((every, 1), (fewer, 0), (every, 1)):
-        caplog.clear()
+        said.clear()
         places = ("engines.defaults", "fusion.config", "fusion.planning")
         with contextlib.ExitStack() as stack:
             for place in places:
@@ -520,6 +493,6 @@ def test_a_policy_that_changes_between_two_starts_is_followed_by_the_next(
             stack.enter_context(mock.patch.object(loading, "target_of", return_value=Target.named("sm90")))
             stack.enter_context(mock.patch.object(defaults, "arch_here", return_value="sm90"))
             stack.enter_context(start(tmp_path, layerfuse=None, **given))()
-        found = [line for line in lines(caplog) if "expected" in line]
+        found = [line for line in said.new() if "expected" in line]
         assert sum(line.startswith(f"{product}: 1 expected, 1 fused, 0 missed") for line in found) == products, found
         assert any(line.startswith(f"{ADD}_group_quant: 1 expected, 1 fused, 0 missed") for line in found), found

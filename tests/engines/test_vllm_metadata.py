@@ -19,11 +19,11 @@ import torch
 
 pytest.importorskip("vllm_started")
 import vllm
+from reports import Said
 
 sys.path.append(str(Path(__file__).parents[1] / "aiter"))
 
 from standin import imported, shared_standin
-from test_vllm_plugin import fresh, said  # noqa: F401 (`fresh` is a fixture)
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm_started import started
 
@@ -72,8 +72,8 @@ def built(
         yield module.AiterMLAMetadataBuilder(spec, names, engine.config, torch.device("cpu"))
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [line for line in said(caplog) if "attention metadata" in line]
+def lines(said: Said) -> list[str]:
+    return [line for line in said() if "attention metadata" in line]
 
 
 padded = pytest.mark.skipif(vllm.__version__ < "0.33", reason="this vLLM pads to 16 heads and no further")
@@ -82,24 +82,24 @@ padded = pytest.mark.skipif(vllm.__version__ < "0.33", reason="this vLLM pads to
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(("heads", "kernel"), [(8, 16), (16, 16), pytest.param(24, 32, marks=padded), (128, 128)])
 def test_what_vllm_allocates_is_what_is_planned(
-    heads: int, kernel: int, release: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    heads: int, kernel: int, release: str, tmp_path: Path, said: Said
 ) -> None:
     with built(tmp_path, heads, release) as builder:
         assert builder._num_attention_heads == kernel
-    assert lines(caplog) == [f"{SERVED}: {kernel} heads, 1 queries, as planned"]
+    assert lines(said) == [f"{SERVED}: {kernel} heads, 1 queries, as planned"]
 
 
-def test_an_fp8_cache_is_planned_with_fp8_queries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_fp8_cache_is_planned_with_fp8_queries(tmp_path: Path, said: Said) -> None:
     with built(tmp_path, 16, kv="fp8"):
         pass
-    assert lines(caplog) == [f"{SERVED}: 16 heads, 1 queries, as planned"]
+    assert lines(said) == [f"{SERVED}: 16 heads, 1 queries, as planned"]
 
 
 @pytest.mark.skipif(vllm.__version__ >= "0.33", reason="this vLLM pads to every multiple of 16")
-def test_a_vllm_that_pads_to_16_heads_only_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vllm_that_pads_to_16_heads_only_is_warned_of(tmp_path: Path, said: Said) -> None:
     with built(tmp_path, 24):
         pass
-    (line,) = lines(caplog)
+    (line,) = lines(said)
     assert line.startswith(f"{SERVED}: vLLM has 24 heads, the plan 32 (")
 
 
@@ -120,11 +120,11 @@ def heads_as_in_43543(module: Any) -> Any:
     ("heads", "fix", "found", "planned"), [(8, heads_as_in_38615, 8, 16), (24, heads_as_in_43543, 24, 32)]
 )
 def test_other_heads_are_a_warning_with_both_numbers(
-    heads: int, fix: Any, found: int, planned: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    heads: int, fix: Any, found: int, planned: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, said: Said
 ) -> None:
     with built(tmp_path, heads, fixes=[fix]):
         pass
-    (line,) = lines(caplog)
+    (line,) = lines(said)
     assert line.startswith(f"{SERVED}: vLLM has {found} heads, the plan {planned} (")
     (record,) = [each for each in caplog.records if "attention metadata" in each.getMessage()]
     assert record.levelname == "WARNING"
@@ -136,16 +136,16 @@ def for_half_the_sequences(_: Any) -> Any:
     return mock.patch("aiter.get_mla_metadata_info_v1", lambda batch, *args, **more: own(batch // 2, *args, **more))
 
 
-def test_other_buffers_are_a_warning_with_both_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_buffers_are_a_warning_with_both_numbers(tmp_path: Path, said: Said) -> None:
     with built(tmp_path, 16, fixes=[for_half_the_sequences]):
         pass
-    (line,) = lines(caplog)
+    (line,) = lines(said)
     assert re.fullmatch(re.escape(SERVED) + r": (\w+: vLLM has [\dx ]+, the plan [\dx ]+(; )?)+", line)
     assert "reduce_indptr: vLLM has 65, the plan 129" in line
 
 
 def test_a_check_that_fails_leaves_vllm_its_builder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("of the tests")
@@ -153,10 +153,10 @@ def test_a_check_that_fails_leaves_vllm_its_builder(
     monkeypatch.setattr(attention, "plan_metadata", broken)
     with built(tmp_path, 16) as builder:
         assert builder._num_attention_heads == 16
-    assert "layerfuse: checking the attention metadata failed: ZeroDivisionError: of the tests" in said(caplog)
+    assert "layerfuse: checking the attention metadata failed: ZeroDivisionError: of the tests" in said()
 
 
-def test_nothing_is_checked_where_layerfuse_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_checked_where_layerfuse_is_off(tmp_path: Path, said: Said) -> None:
     with built(tmp_path, 16, layerfuse=False):
         pass
-    assert lines(caplog) == []
+    assert lines(said) == []

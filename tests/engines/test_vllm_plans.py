@@ -35,13 +35,15 @@ from vllm.model_executor.models import ModelRegistry, registry
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_layers import RELEASE, fp8_kernel
 
+from layerfuse import doctor
 from layerfuse.cli.main import main
 from layerfuse.engines.host import enter
 from layerfuse.engines.loading import NotFusedError
+from layerfuse.engines.mla import HELD
 from layerfuse.engines.options import Options
 from layerfuse.engines.switches import SWITCHES
-from layerfuse.engines.vllm import loading, native_fusions
-from layerfuse.engines.vllm.decode_facts import WRAPPED, taking
+from layerfuse.engines.vllm import hooks, loading, native_fusions
+from layerfuse.engines.vllm.decode_facts import taking
 from layerfuse.engines.vllm.host import VLLM
 from layerfuse.engines.vllm.releases import NEWEST, RELEASES
 from layerfuse.engines.vllm.switches import (
@@ -93,7 +95,7 @@ def test_vllm_reads_its_switches_as_the_doctor_says(name: str, monkeypatch: pyte
     monkeypatch.delenv(name, raising=False)
     assert bool(read()) is switch.default
     monkeypatch.setenv(name, "false")
-    with pytest.raises(ValueError, match="invalid literal") if switch.number else contextlib.nullcontext():
+    with pytest.raises(ValueError, match="invalid literal") if switch.reads == "number" else contextlib.nullcontext():
         assert not read()
 
 
@@ -162,10 +164,10 @@ def loaded(folder: Path, tp: int, eager: bool, kernel: str | None) -> Iterator[t
         for each in native_fusions.PASSES:
             setattr(compilation.pass_config, each.switch, False)
         for each in native_fusions.PASSES:
-            if each.vendor == "nvidia" and each.by_default and H100.arch in (each.archs or (H100.arch,)):
+            if each.vendor == "nvidia" and each.fusions and H100.arch in (each.archs or (H100.arch,)):
                 setattr(compilation.pass_config, each.switch, True)
         stack.enter_context(mock.patch.object(loading, "target_of", return_value=H100))
-        if name in WRAPPED:  # no CPU has the attention that it stands in front of
+        if name in HELD:  # no CPU has the attention that it stands in front of
             taken = mock.patch.object(loading, "with_placement", lambda decided, *_: (taking(decided), None))
             stack.enter_context(taken)
         if not eager and BREAKABLE:
@@ -320,3 +322,37 @@ def test_strict_stops_where_vllm_runs_the_code_of_transformers(
             list(loading.compiled_modules_of(config, model, Options(fusions=NAMED, strict=True)))
         assert not list(loading.compiled_modules_of(config, model, Options(fusions=NAMED)))
     assert f"nothing is fused in TransformersForCausalLM: {why}" in caplog.text
+
+
+def test_the_doctor_lists_each_place_of_vllms_once() -> None:
+    names = [place.name for place in doctor.places_in("vllm")]
+    assert len(set(names)) == len(names) and {hook.place for hook in hooks.PRODUCTS} < set(names)
+    assert RELEASE != NEWEST or {place.state for place in doctor.places_in("vllm")} == {"found"}
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(16, 1600), (8, 3200)])
+def test_vllm_refuses_a_share_in_parts_of_blocks_as_plans_say(ranks: int, width: int) -> None:
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import validate_fp8_block_shape
+
+    said = pytest.raises(ValueError, match=f"{width} is not divisible") if width % 128 else contextlib.nullcontext()
+    with mock.patch("vllm.distributed.get_tensor_model_parallel_world_size", return_value=ranks), said:
+        validate_fp8_block_shape(torch.nn.Module(), ranks * width, 5120, width, [5120], [128, 128])
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(8, 192), (4, 384), (1, 1984)])
+def test_vllm_refuses_a_share_of_experts_in_parts_of_blocks_as_plans_say(ranks: int, width: int) -> None:
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    if not hasattr(fp8_utils, "validate_fp8_block_shape_moe"):
+        pytest.skip("this release has the check in its methods")
+    said = pytest.raises(ValueError, match=f"{width} is not divisible") if width % 128 else contextlib.nullcontext()
+    with mock.patch("vllm.distributed.get_tensor_model_parallel_world_size", return_value=ranks), said:
+        fp8_utils.validate_fp8_block_shape_moe(width, [128, 128])
+
+
+@pytest.mark.parametrize("name", ["rms_quant_fusion", "act_quant_fusion"])
+def test_vllms_passes_quantise_groups_of_so_many_columns_as_plans_say(name: str) -> None:
+    """By their source: without a GPU's ops they cannot be imported."""
+    (file,) = Path(configs.__file__).parents[1].glob(f"compilation/**/{name}.py")
+    groups = {int(columns) for columns in re.findall(r"kFp8Dynamic(\d+)Sym", file.read_text())}
+    assert groups == {*native_fusions.GROUPS["nvidia"]}

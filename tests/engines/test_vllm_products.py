@@ -5,22 +5,19 @@ Both kernels are plain torch here, behind vLLM's own ops. Run by `make test-engi
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import attrs
 import pytest
 import torch
 
 pytest.importorskip("vllm_started")
-
 from few_token_linears import BLOCKS, everywhere
-from test_vllm_inside import DEEP_GEMM, KERNELS, _deep_gemm, _product, seen
-from test_vllm_plugin import ADD, DUAL, GROUP_FP8, ONE_FP8, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from reports import Said, told
+from test_vllm_inside import DEEP_GEMM, _deep_gemm, _product, laid, multiplying, seen
+from test_vllm_plugin import ADD, DUAL, GROUP_FP8, ONE_FP8
 from torch import Tensor, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx import Graph
@@ -29,8 +26,7 @@ from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.model_manager import create_lora_manager
 from vllm_host import _C
-from vllm_layers import fp8_kernel
-from vllm_started import close, quantised_as_on_cuda, started
+from vllm_started import close, started
 
 from layerfuse import registry
 from layerfuse.adapters.specs import NormSpec
@@ -56,38 +52,23 @@ if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
     _C.impl("cutlass_scaled_mm", _cutlass, "CPU")
     torch.library.register_fake("_C::cutlass_scaled_mm", lambda *_: None, lib=_C)
 
-WAYS = {
-    "DeepGEMM": "deep_gemm:DeepGemmFp8BlockScaledMMKernel",
-    "CUTLASS": "cutlass:CutlassFp8BlockScaledMMKernel",
-}
-
-
-@contextlib.contextmanager
-def multiplying(way: str, powers_of_two: bool = False) -> Iterator[None]:
-    """vLLM's fp8 linears by one of the two."""
-    with (
-        mock.patch.object(DEEP_GEMM, "is_deep_gemm_e8m0_used", return_value=powers_of_two),
-        fp8_kernel(WAYS[way]),
-        quantised_as_on_cuda(),
-        mock.patch.object(DEEP_GEMM, "fp8_gemm_nt", _deep_gemm),
-        mock.patch.object(KERNELS, "fp8_gemm_nt", _deep_gemm),
-        mock.patch.object(products, "native_function"),  # which would find that
-        mock.patch.object(loading, "target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
-    ):
-        yield
-
-
 IN_GRAPHS, SHARED = 8, 2
 """Linears of two layers of DeepSeek-V3, and those of shared experts, which no graph shows."""
 
 
 @pytest.mark.parametrize(
-    ("way", "powers_of_two"),
-    [pytest.param("DeepGEMM", False, marks=pytest.mark.thorough), ("DeepGEMM", True), ("CUTLASS", False)],
+    ("way", "powers_of_two", "aligned"),
+    [
+        pytest.param("DeepGEMM", False, False, marks=pytest.mark.thorough),
+        ("DeepGEMM", True, True),
+        ("CUTLASS", False, False),
+    ],
 )
 def test_few_tokens_are_layerfuses_and_more_are_multiplied_as_before(
-    way: str, powers_of_two: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    way: str, powers_of_two: bool, aligned: bool, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Scales lie as vLLM lays them: column by column, for DeepGEMM each column on 16 bytes where vLLM does that."""
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_TMA_ALIGNED_SCALES", str(int(aligned)))
     options = {"fusions": "all", "strict": True}
     with (
         multiplying(way, powers_of_two),
@@ -96,20 +77,19 @@ def test_few_tokens_are_layerfuses_and_more_are_multiplied_as_before(
         engine()  # compiles
         for tokens in (1, 16, 17):
             seen.clear()
+            laid.clear()
             with counting() as called:
                 fused, mine = engine(tokens), seen.copy()
             assert called["block_scaled_linear"] == IN_GRAPHS
+            assert laid == ({(1, -(-tokens // 4) * 4 if aligned else tokens)} if way == "DeepGEMM" else set())
             assert mine == [(way, torch.float8_e4m3fn, tokens)] * (SHARED + (IN_GRAPHS if tokens > 16 else 0))
             seen.clear()
             assert close(fused, engine.uncompiled(tokens))
             assert seen == [(way, torch.float8_e4m3fn, tokens)] * (SHARED + IN_GRAPHS)
-    assert (
-        f"{BLOCKS}: {IN_GRAPHS} expected, {IN_GRAPHS} fused, 0 missed; called {IN_GRAPHS} times in the profiling run"
-        in said(caplog)
-    )
+    assert told(BLOCKS, IN_GRAPHS) in said()
 
 
-def test_a_linear_inside_of_loras_is_the_one_of_the_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_linear_inside_of_loras_is_the_one_of_the_plan(tmp_path: Path, said: Said) -> None:
     chains = f"+{ADD}_group_quant,+rms_norm_group_quant,+{DUAL}_group_quant"
     options = {"fusions": f"{chains},+{BLOCKS}", "strict": True}
     with (
@@ -121,7 +101,7 @@ def test_a_linear_inside_of_loras_is_the_one_of_the_plan(tmp_path: Path, caplog:
         manager = create_lora_manager(engine.model, 4, 64, 128, config.lora_config, config, torch.device("cpu"))
         manager.set_adapter_mapping(LoRAMapping((0,) * 6, (0,), is_prefill=True))
         engine()
-    assert f"{BLOCKS}: 5 expected, 5 fused, 0 missed; called 5 times in the profiling run" in said(caplog)
+    assert told(BLOCKS, 5) in said()
 
 
 @pytest.mark.parametrize("fusions", [pytest.param(ADD, marks=pytest.mark.thorough), f"{ADD}_group_quant"])
@@ -138,7 +118,7 @@ def test_without_a_quantised_fusion_or_their_own_they_stay(fusions: str, tmp_pat
 
 
 def test_a_loaded_model_whose_adapter_reads_no_linears_is_fused_without_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an outside adapter may give norms: with how what reads them quantises, and not what that is."""
     read = registry.specs_in
@@ -162,8 +142,8 @@ def test_a_loaded_model_whose_adapter_reads_no_linears_is_fused_without_them(
         started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=ONE_FP8) as engine,
     ):
         engine()
-    lines = said(caplog)
-    assert f"{ADD}_group_quant: 1 expected, 1 fused, 0 missed; called 1 times in the profiling run" in lines
+    lines = said()
+    assert told(f"{ADD}_group_quant", 1) in lines
     none = "has no site in DeepseekV3ForCausalLM: none of its layers has such a chain"
     assert f"layerfuse: {BLOCKS} is asked for, and {none}" in lines, "none is guessed"
 

@@ -1,4 +1,4 @@
-"""Stages of `bench/scripts/vllm_stages.py` whose models vLLM does not compile: its classes take the configs, and plans expect what is said here.
+"""Stages of `bench/scripts/workloads.toml` whose models vLLM does not compile: its classes take the configs, and plans expect what is said here.
 
 Real classes on the meta device, with FlashInfer's fp8 linears as installed on Hopper. Run by `make test-engines`.
 """
@@ -27,7 +27,7 @@ from layerfuse.fusion import FusionConfig, Target, plan
 
 sys.path.append(str(Path(__file__).parents[2] / "bench" / "scripts"))
 from vllm_shapes import folder_of
-from vllm_stages import STAGES
+from workloads import STAGES
 
 pytestmark = pytest.mark.skipif(
     not by_hand.listed(Path(vllm.__file__).parent), reason="this vLLM names no architecture that it does not compile"
@@ -85,8 +85,8 @@ EXPECTED: dict[str, dict[str, dict[str, int]]] = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_what_a_stage_expects(name: str, tmp_path: Path) -> None:
     register()
-    tp = STAGES[name].tp
-    folder = folder_of(STAGES[name].shape, tmp_path)
+    stage = STAGES["vllm"][name]
+    tp, folder = stage.tp, folder_of(stage.shape, tmp_path)
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     with fp8_kernel(FLASHINFER):
         model, _ = build_in(str(folder), architecture, RECIPES[architecture], tp=tp, rank=tp - 1)
@@ -94,7 +94,7 @@ def test_what_a_stage_expects(name: str, tmp_path: Path) -> None:
         "it is uncompiled", [architecture], Place(vendor="nvidia", arch="sm90", ranks=tp), (s.fusion for s in SEAMS)
     )
     specs, found = registry.specs_in(model), {}
-    for arm, each in STAGES[name].arms.items():
+    for arm, each in stage.arms.items():
         asked = FusionConfig.parse(",".join(each.fusions), origin="the stage")
         planned = plan(specs, Target.named("sm90"), asked, attrs.evolve(engine, loaded=True))
         found[arm] = dict(Counter(decision.fusion for decision in planned.expected()))

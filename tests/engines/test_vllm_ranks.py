@@ -18,6 +18,7 @@ from helpers import run_copy, shown
 from vllm_layers import MODELS, RELEASE
 from vllm_started import ROUNDING
 
+from layerfuse.adapters.errors import counted
 from layerfuse.engines.vllm.releases import NEWEST, RELEASES
 
 ADD, DUAL, GATED, REDUCED = "add_rms_norm", "mla_dual_rms_norm", "gated_rms_norm", "all_reduce_add_rms_norm"
@@ -112,7 +113,7 @@ def test_two_ranks_fuse_every_site_alike_and_give_vllms_numbers(name: str, when:
     )
     said = [line for line in first["said"] if line not in alone]
     assert [line for line in said if "expected" in line] == [
-        f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {calls[fusion]} times in the {run} of every rank"
+        f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {counted(calls[fusion], 'time')} in the {run} of every rank"
         for fusion, sites in fused.items()
     ]
     assert "all ranks say the same" in first["said"]

@@ -19,6 +19,7 @@ from test_vllm_modules import HERE
 from test_vllm_uncompiled_runs import EDGES
 from vllm_started import ROUNDING
 
+from layerfuse.adapters.errors import counted
 from layerfuse.engines.vllm.native_fusions import REDUCES, Place, uncompiled
 from layerfuse.engines.vllm.seams import SEAMS
 
@@ -65,7 +66,7 @@ def test_linears_behind_an_all_reduce_take_what_its_op_has_quantised(
     said = ranks[0]["quantised"][architecture]["said"]
     for fusion, count in zip((QUANTISED, FUSION), sites, strict=True):
         assert (
-            f"{fusion}: {count} expected, {count} fused, 0 missed; called {count} times in the first run of every rank"
+            f"{fusion}: {count} expected, {count} fused, 0 missed; called {counted(count, 'time')} in the first run of every rank"
             in said
         )
     assert "all ranks say the same" in said

@@ -33,7 +33,7 @@ from layerfuse.engines.vllm.host import VLLM
 from layerfuse.fusion import ops
 from layerfuse.fusion.backends import counting
 from layerfuse.fusion.catalog.few_token_linear import ROUTED
-from layerfuse.fusion.ops.experts import block_scaled_experts
+from layerfuse.fusion.ops.linear import block_scaled_experts
 
 FP8 = torch.float8_e4m3fn
 MANY, WIDTH, INNER, CHOICES = 6, 256, 128, 2

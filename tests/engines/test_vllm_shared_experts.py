@@ -18,13 +18,14 @@ import pytest
 import torch
 
 pytest.importorskip("vllm_started")
-
 from few_token_linears import BLOCKS
+from reports import FIRST, Said, missed, told
 from test_vllm_inside import KERNELS, as_installed, as_vllm_has_them, seen
-from test_vllm_plugin import ADD, GROUP_FP8, fresh, said, written  # noqa: F401 (`fresh` is a fixture)
+from test_vllm_plugin import ADD, GROUP_FP8, written
 from torch import Tensor
 from vllm_started import Started, close, started
 
+from layerfuse.adapters.errors import counted
 from layerfuse.adapters.linear_quant import quantiser_of
 from layerfuse.engines.native import native_methods
 from layerfuse.engines.vllm import readers, shared_experts
@@ -80,24 +81,24 @@ def test_their_products_and_what_stands_between_are_layerfuses_with_few_tokens(m
         assert given_to_vllm(engine, 17) == (2, ops)
 
 
-def test_a_report_counts_them_apart_from_the_sites_of_graphs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_counts_them_apart_from_the_sites_of_graphs(tmp_path: Path, said: Said) -> None:
     """Of three layers two are mixtures."""
     layers = {"num_hidden_layers": 3, "first_k_dense_replace": 1}
     with model(tmp_path, ALL, "VLLM_COMPILE", overrides=GROUP_FP8 | layers) as engine:
         engine()
-    assert "silu_mul_group_quant: 1 expected, 1 fused, 0 missed; called 1 times in the profiling run" in said(caplog)
-    assert f"{BLOCKS}: 15 expected, 15 fused, 0 missed; called 15 times in the profiling run" in said(caplog)
-    assert not any(line.startswith("problem") for line in said(caplog))
+    assert told("silu_mul_group_quant", 1) in said()
+    assert told(BLOCKS, 15) in said()
+    assert not any(line.startswith("problem") for line in said())
     *pieces, last = written(tmp_path)["graphs"]
     assert last["source"] == "module" and "module" not in [piece["source"] for piece in pieces]
     assert len({use["site"] for use in last["uses"]}) == 4, "two products of two mixtures' shared experts"
     assert {use["fused"] for use in last["uses"]} == {BLOCKS}
 
 
-def test_a_report_of_a_model_that_is_not_compiled_counts_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_of_a_model_that_is_not_compiled_counts_them(tmp_path: Path, said: Said) -> None:
     with model(tmp_path, ALL) as engine:
         engine()
-    assert f"{BLOCKS}: 8 expected, 8 fused, 0 missed; called 8 times in the first run" in said(caplog)
+    assert told(BLOCKS, 8, FIRST) in said()
     (path,) = tmp_path.rglob("layerfuse-report.json")
     (only,) = json.loads(path.read_text())["modules"]["DeepseekV3ForCausalLM"]["graphs"]
     named = Counter(use["fused"] for use in only["uses"])
@@ -106,9 +107,7 @@ def test_a_report_of_a_model_that_is_not_compiled_counts_them(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(("mode", "run"), [("VLLM_COMPILE", "profiling run"), ("NONE", "first run")])
-def test_a_micro_batch_beside_that_run_is_not_counted(
-    mode: str, run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_micro_batch_beside_that_run_is_not_counted(mode: str, run: str, tmp_path: Path, said: Said) -> None:
     """Dual-batch overlap: while a batch waits for its experts another one goes on, in a thread of its own."""
     other: list[threading.Thread] = []
 
@@ -124,13 +123,13 @@ def test_a_micro_batch_beside_that_run_is_not_counted(
 
     with model(tmp_path, ALL, mode) as engine, mock.patch("vllm_started.before_attention", beside):
         engine(6)
-    lines = [line for line in said(caplog) if "expected" in line]
+    lines = [line for line in said() if "expected" in line]
     assert other and any(line.startswith(BLOCKS) for line in lines)
     for line in lines:
         sites = line.split(": ")[1].split()[0]
-        assert line.endswith(f"{sites} fused, 0 missed; called {sites} times in the {run}")
-    assert not any(line.startswith("problem") for line in said(caplog))
-    assert len([line for line in said(caplog) if line.startswith("layerfuse 0")]) == 1
+        assert line.endswith(f"{sites} fused, 0 missed; called {counted(int(sites), 'time')} in the {run}")
+    assert not any(line.startswith("problem") for line in said())
+    assert len([line for line in said() if line.startswith("layerfuse 0")]) == 1
 
 
 def test_without_that_fusion_both_quantise_for_themselves(tmp_path: Path) -> None:
@@ -140,10 +139,10 @@ def test_without_that_fusion_both_quantise_for_themselves(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("fusions", ["none", ADD, f"-{BLOCKS}", f"{ADD}_group_quant"])
-def test_they_go_with_the_quantised_fusions(fusions: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_they_go_with_the_quantised_fusions(fusions: str, tmp_path: Path, said: Said) -> None:
     with model(tmp_path, fusions) as engine:
         assert given_to_vllm(engine, 3) == (2, {})
-    assert not any("shared experts" in line for line in said(caplog))
+    assert not any("shared experts" in line for line in said())
 
 
 def with_lora(patch: pytest.MonkeyPatch) -> str:
@@ -179,7 +178,7 @@ def of_an_unknown_release(patch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("change", [with_lora, of_another_package, of_another_signature, of_an_unknown_release])
 def test_what_is_not_as_expected_is_left_alone_and_said(
-    change: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why = change(monkeypatch)
     with model(tmp_path, ADDS) as engine:
@@ -192,9 +191,7 @@ def test_what_is_not_as_expected_is_left_alone_and_said(
     assert [(row["fusion"], row["reason"]) for row in left] == [(BLOCKS, why)] * 2
 
 
-def test_a_product_that_is_patched_later_is_called(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_that_is_patched_later_is_called(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     with model(tmp_path, ADDS) as engine:
         of_another_package(monkeypatch)
         x = torch.rand(3, 256).bfloat16()
@@ -202,18 +199,18 @@ def test_a_product_that_is_patched_later_is_called(
         shared_of(engine)(x)
         assert [whose for whose, _, _ in seen] == ["FlashInfer"] * 2
     gone = shared_experts.GONE.partition("%")[0]
-    assert sum(line.startswith(gone) for line in said(caplog)) == 1
+    assert sum(line.startswith(gone) for line in said()) == 1
 
 
-def test_weights_that_lie_otherwise_are_vllms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_lie_otherwise_are_vllms(tmp_path: Path, said: Said) -> None:
     with model(tmp_path, ADDS) as engine:
         scale = shared_of(engine).gate_up_proj.weight_scale_inv
         scale.data = scale.data.t().contiguous().t()
         assert given_to_vllm(engine, 3) == (1, {"group_quant_linear": 1})
         engine()
-    assert f"{BLOCKS}: 4 expected, 3 fused, 1 missed; called 3 times in the first run" in said(caplog)
+    assert missed(BLOCKS, 4, 3, FIRST) in said()
     assert any(
-        "gate_up_proj:linear: the first run did not come to its product, or its kernel" in line for line in said(caplog)
+        "gate_up_proj:linear: the first run did not come to its product, or its kernel" in line for line in said()
     )
 
 

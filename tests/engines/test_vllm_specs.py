@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import collections
 import importlib
+import json
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import attrs
@@ -26,13 +29,21 @@ from layerfuse.adapters import (
 )
 from layerfuse.adapters.specs import AnySpec, Parallel
 from layerfuse.fusion import FusionConfig, Plan, Target, plan
+from layerfuse.registry.inspect import read_modelopt
 from layerfuse.testing.compare import linears_of, misfit
 
 vllm_layers = pytest.importorskip("vllm_layers")
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm_host import vllm_config, vllm_parallel, without_gpu  # noqa: E402
 from vllm_layers import MODELS, build_model, fp8_kernel  # noqa: E402
-from whole_models import ENTRIES, check_every_layer, check_kernel_layers, norms_that_feed_nothing  # noqa: E402
+from whole_models import (  # noqa: E402
+    ENTRIES,
+    check_changed,
+    check_every_layer,
+    check_kernel_layers,
+    check_mixture_places,
+    norms_that_feed_nothing,
+)
 
 from layerfuse.engines.vllm import native_fusions  # noqa: E402
 from layerfuse.engines.vllm.releases import engine_of  # noqa: E402
@@ -257,6 +268,22 @@ def test_kv_heads_that_ranks_have_copies_of_are_counted_once() -> None:
     assert linear.local_outputs == (2 * 2 * 256, 256, 256)
 
 
+CHANGED = [
+    ("deepseek-v3", None),
+    ("deepseek-v3", BLOCK),
+    ("gpt-oss-20b", None),
+    ("kimi-linear", None),
+    ("qwen3-next", None),
+]
+
+
+@pytest.mark.parametrize(("name", "quant"), [each for each in CHANGED if each[0] in MODELS])
+def test_a_layer_that_was_changed_is_what_it_is_now(name: str, quant: dict[str, object] | None) -> None:
+    told = {} if quant is None else {"quantization_config": quant}
+    with fp8_kernel("deep_gemm:DeepGemmFp8BlockScaledMMKernel"):
+        check_changed(build_model(name, tp=2, rank=1, **told))
+
+
 # ---- experts
 
 MIXTURES: dict[str, tuple[int, int, int, int | None]] = {
@@ -291,6 +318,7 @@ def test_a_mixture_is_read_with_what_each_rank_has_of_it(name: str, whole: bool)
         assert (found.weight.dtype, found.weight.scheme, found.activation) == ("bfloat16", "plain", None)
         assert (None if found.shared is None else found.shared.intermediate_size) == shared
         assert found.shared is None or found.shared.local_intermediate_size == shared // tp
+        assert check_mixture_places(model) == 3
 
 
 def test_quantised_experts_say_so() -> None:
@@ -377,3 +405,21 @@ def test_without_flashinfer_vllms_fused_all_reduce_is_an_all_reduce_and_a_norm()
     assert rows and {row.vendor for row in rows} == {"nvidia"}
     said = f"{native_fusions.NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add"
     assert all(row.by.endswith(said) for row in rows)
+
+
+@pytest.mark.parametrize("said", [None, {"quant_method": "fp8", "activation_scheme": "static"}])
+def test_modelopts_own_file_counts_as_layerfuse_reads_it(said: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Where the config has no `quantization_config`; by the name that vLLM gives the file."""
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
+    from vllm.transformers_utils.config import get_config
+
+    (name,) = ModelOptFp8Config.get_config_filenames()
+    own = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": {"quant_algo": "FP8"}}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    config |= {} if said is None else {"quantization_config": said}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_modelopt(tmp_path) is None
+    (tmp_path / name).write_text(json.dumps(own))
+    assert read_modelopt(tmp_path) == own
+    assert get_config(str(tmp_path), trust_remote_code=False).quantization_config == (said or own)
+    assert ModelOptFp8Config.from_config(own).quant_method == "FP8"

@@ -6,6 +6,7 @@ Plain torch stands for kernels of attention and for those that mix streams. Run 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
-from attrs import frozen
 
 pytest.importorskip("vllm_started")
 from few_token_linears import BLOCKS
+from reports import FIRST, Said, told
 from test_vllm_inside import as_installed
-from test_vllm_plugin import ADD, DUAL, ROWS, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from test_vllm_plugin import ADD, DUAL, ROWS
 from test_vllm_specs import BLOCK
 from torch import Tensor
 from vllm.config import CompilationMode
@@ -36,11 +37,6 @@ from vllm_started import ROUNDING, Started, apart, fp8, in_engine, load
 GATED = "gated_rms_norm"
 EDGES = 4e-2
 """How far results are `apart` at most where numbers on the edge of two in fp8, which are 6e-2 from each other, become the other one."""
-MLA = {
-    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64, "v_head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256, "vocab_size": 128,
-    "n_routed_experts": 8, "num_experts_per_tok": 8, "max_position_embeddings": 256,
-}  # fmt: skip
 
 
 def _rows(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -124,50 +120,16 @@ def _route(router: Any, _: Tensor, logits: Tensor, __: Any, **___: Any) -> tuple
     return best / best.sum(-1, keepdim=True), chosen.int()
 
 
-@frozen
-class Tiny:
-    """What is smaller than by default, and what stands for kernels."""
-
-    config: dict[str, Any]
-    stand_ins: Callable[[], Any] = contextlib.nullcontext
-
-
-TINY = {
-    "MiniMaxM3SparseForCausalLM": Tiny(
-        {
-            "text_config": {
-                "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 256, "dense_intermediate_size": 256, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "head_dim": 128, "rotary_dim": 32, "vocab_size": 128, "num_local_experts": 8,
-                "num_experts_per_tok": 8, "moe_layer_freq": [0, 0, 1], "sparse_attention_config": {"sparse_attention_freq": [0, 0, 0], "sparse_num_index_heads": 2, "sparse_topk_blocks": 4},
-            },
-        },
-        flashinfer,
-    ),
-    "HYV4ForCausalLM": Tiny({**MLA, "num_hidden_layers": 3}),
-    "Dots3NoteForCausalLM": Tiny(
-        {
-            **MLA, "num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 3, "swa_num_attention_heads": 4, "swa_qk_nope_head_dim": 64,
-            "swa_qk_rope_head_dim": 64, "swa_v_head_dim": 64, "swa_q_lora_rank": 128, "swa_kv_lora_rank": 128, "n_shared_experts": 1,
-        },
-        lambda: mock.patch("vllm.models.deepseek_v32.nvidia.model.fused_embed_norm", _embedded),
-    ),
-    "Glm5NextForCausalLM": Tiny(
-        {
-            **MLA, "num_hidden_layers": 3, "qk_rope_head_dim": 0, "linear_head_dim": 64, "linear_num_heads": 4,
-            "layer_types": ["linear_attention", "full_attention", "full_attention"], "mlp_layer_types": ["dense", "dense", "sparse"],
-        },
-        hyper_connections,
-    ),
-    "AliceAIForCausalLM": Tiny(
-        {
-            "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128,
-            "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_experts": 8,
-            "num_experts_per_tok": 8, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "block_attn_res_block_size": 2,
-            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-        },
-        lambda: mock.patch("vllm.model_executor.models.alice_ai.attn_res", _weighed),
-    ),
-}  # fmt: skip
+TINY = json.loads((Path(__file__).parent / "vllm_tiny_uncompiled.json").read_text(encoding="utf-8"))
+"""What is smaller than by default."""
+STAND_INS: dict[str, Callable[[], Any]] = {
+    "MiniMaxM3SparseForCausalLM": flashinfer,
+    "HYV4ForCausalLM": contextlib.nullcontext,
+    "Dots3NoteForCausalLM": lambda: mock.patch("vllm.models.deepseek_v32.nvidia.model.fused_embed_norm", _embedded),
+    "Glm5NextForCausalLM": hyper_connections,
+    "AliceAIForCausalLM": lambda: mock.patch("vllm.model_executor.models.alice_ai.attn_res", _weighed),
+}
+"""What stands for kernels."""
 
 
 @contextlib.contextmanager
@@ -182,8 +144,7 @@ def started(
     groups: Any = None,
 ) -> Iterator[Started]:
     folder.mkdir(exist_ok=True)
-    tiny = TINY[architecture]
-    write_config(architecture, folder, quant, **tiny.config)
+    write_config(architecture, folder, quant, **TINY[architecture])
     with kernels():
         ModelRegistry.register_model(architecture, import_model(DEFAULTS[architecture].model_class))
     config = config_on_cpu(
@@ -197,8 +158,11 @@ def started(
     )
     config.kernel_config.enable_jit_warmup = False
     routes = mock.patch.object(CPURouter, "_compute_routing", _route)
-    with tiny.stand_ins(), in_engine(config, folder, groups), on(DEFAULTS[architecture]), routes:
+    with STAND_INS[architecture](), in_engine(config, folder, groups), on(DEFAULTS[architecture]), routes:
         yield load(config)
+
+
+QUANTISING = "rms_norm_group_quant", "silu_mul_group_quant", f"{ADD}_group_quant"
 
 
 @pytest.mark.parametrize(
@@ -208,59 +172,26 @@ def started(
         ("AliceAIForCausalLM", {GATED: 3}),
         ("Glm5NextForCausalLM", {GATED: 1, DUAL: 2}),
         ("Dots3NoteForCausalLM", {ADD: 6}),
-    ],
-)
-def test_the_ops_that_stand_there_give_vllms_numbers(
-    architecture: str, fused: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with started(architecture, tmp_path, False) as engine:
-        plain = [engine(tokens) for tokens in (6, 1, 33)]
-    caplog.clear()
-    with started(architecture, tmp_path, {"fusions": list(fused), "strict": True}) as engine:
-        got = [engine(tokens) for tokens in (6, 1, 33)]
-    assert max(apart(*both) for both in zip(got, plain, strict=True)) < ROUNDING
-    for fusion, sites in fused.items():
-        assert f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the first run" in said(
-            caplog
-        )
-
-
-@pytest.mark.parametrize(
-    ("architecture", "fused"),
-    [
+        # Linears behind them take what they quantise.
         ("MiniMaxM3SparseForCausalLM", {f"{ADD}_group_quant": 4, "rms_norm_group_quant": 1}),
         ("HYV4ForCausalLM", {"rms_norm_group_quant": 4, "silu_mul_group_quant": 1}),
         ("AliceAIForCausalLM", {"rms_norm_group_quant": 4}),
         ("Glm5NextForCausalLM", {"silu_mul_group_quant": 2}),
         ("Dots3NoteForCausalLM", {f"{ADD}_group_quant": 5, "silu_mul_group_quant": 3}),
+        # With FlashInfer installed few tokens are layerfuse's in shared experts too, which the model calls: their silu * up stands there once.
+        ("Dots3NoteForCausalLM", {f"{ADD}_group_quant": 5, "silu_mul_group_quant": 3, BLOCKS: 8}),
     ],
 )
-def test_linears_behind_them_take_what_they_quantise(
-    architecture: str, fused: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_the_ops_that_stand_there_give_vllms_numbers(
+    architecture: str, fused: dict[str, int], tmp_path: Path, said: Said
 ) -> None:
-    with fp8(ROWS), started(architecture, tmp_path, False, BLOCK, "bfloat16") as engine:
-        plain = [engine(tokens) for tokens in (6, 1, 33)]
-    caplog.clear()
-    options = {"fusions": list(fused), "strict": True}
-    with fp8(ROWS), started(architecture, tmp_path, options, BLOCK, "bfloat16") as engine:
-        assert max(apart(engine(tokens), each) for tokens, each in zip((6, 1, 33), plain, strict=True)) < EDGES
-    for fusion, sites in fused.items():
-        assert f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the first run" in said(
-            caplog
-        )
-
-
-def test_shared_experts_that_are_called_by_themselves_have_the_plans_own_chains(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With FlashInfer installed their products are layerfuse's for few tokens too, behind silu * up that stands there once."""
-    names = f"{ADD}_group_quant", "silu_mul_group_quant", BLOCKS
-    with as_installed(), started("Dots3NoteForCausalLM", tmp_path, False, BLOCK, "bfloat16") as engine:
-        plain = [engine(tokens) for tokens in (6, 1, 33)]
-    caplog.clear()
-    options = {"fusions": [*names], "strict": True}
-    with as_installed(), started("Dots3NoteForCausalLM", tmp_path, options, BLOCK, "bfloat16") as engine:
-        assert max(apart(engine(tokens), each) for tokens, each in zip((6, 1, 33), plain, strict=True)) < EDGES
-    for name, sites in zip(names, (5, 3, 8), strict=True):
-        line = f"{name}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the first run"
-        assert line in said(caplog)
+    quantising = not {*fused}.isdisjoint(QUANTISING)
+    given: Any = (BLOCK, "bfloat16") if quantising else ()
+    results = []
+    for options in (False, {"fusions": [*fused], "strict": True}):
+        said.clear()
+        kernel = as_installed() if BLOCKS in fused else fp8(ROWS) if quantising else contextlib.nullcontext()
+        with kernel, started(architecture, tmp_path, options, *given) as engine:
+            results.append([engine(tokens) for tokens in (6, 1, 33)])
+    assert max(apart(*both) for both in zip(*reversed(results), strict=True)) < (EDGES if quantising else ROUNDING)
+    assert {told(fusion, sites, FIRST) for fusion, sites in fused.items()} <= {*said()}

@@ -14,6 +14,7 @@ import importlib.machinery
 import json
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -35,9 +36,6 @@ from vllm.triton_utils import tl
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends import fa_utils
 from vllm_started import PlainExperts
-
-_CONFIGS = "vllm.transformers_utils.configs"
-_MODELS = "vllm.models"
 
 
 @frozen
@@ -64,67 +62,6 @@ class Recipe:
         return {"quantization_config": {**how, "ignored_layers": ignored}} if self.fp8 else {}
 
 
-DEFAULTS: Mapping[str, Recipe] = {
-    "AliceAIForCausalLM": Recipe(
-        "transformers:Qwen3NextConfig",
-        "vllm.model_executor.models.alice_ai:AliceAIForCausalLM",
-        {
-            "block_attn_res_block_size": 8, "kda_allow_negative_eigenvalues": False, "router_score_function": "sigmoid",
-            "router_bias_correction": True, "linear_num_key_heads": 32,
-        },
-    ),
-    "BeamForCausalLM": Recipe(f"{_CONFIGS}.beam:BeamConfig", f"{_MODELS}.beam.nvidia.model:BeamForCausalLM"),
-    "DeepseekV4ForCausalLM": Recipe(
-        "transformers:DeepseekV4Config", f"{_MODELS}.deepseek_v4.nvidia.model:DeepseekV4ForCausalLM", hopper=True
-    ),
-    "Dots3NoteForCausalLM": Recipe(
-        f"{_CONFIGS}.dots3_note:Dots3NoteConfig",
-        f"{_MODELS}.dots3_note.nvidia.model:Dots3NoteLanguageModelForCausalLM",
-        {
-            "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "first_k_dense_replace": 1,
-            "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128, "swa_num_attention_heads": 64, "swa_qk_nope_head_dim": 128,
-            "swa_qk_rope_head_dim": 64, "swa_v_head_dim": 128, "swa_q_lora_rank": 1536, "swa_kv_lora_rank": 512, "swa_rope_theta": 1e4,
-            "sliding_window_size": 512, "apply_mla_qkv_lora_rescale": True, "attention_gate_type": "headwise",
-            "swa_attention_gate_type": "headwise",
-        },
-        kernels={"vllm.v1.attention.backends.mla.prefill.flash_attn": "flash_attn_varlen_func"},
-    ),
-    "Glm5NextForCausalLM": Recipe(
-        "transformers:Glm5NextTextConfig",
-        f"{_MODELS}.glm5next.common.model:Glm5NextForCausalLM",
-        {
-            "mhc": True, "mla_use_nope": True, "indexer_rope_interleave": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
-        },
-    ),
-    "HYV4ForCausalLM": Recipe(f"{_CONFIGS}.hy_v4:HYV4Config", f"{_MODELS}.hy_v4.nvidia.model:HYV4ForCausalLM"),
-    "InklingForCausalLM": Recipe(
-        "transformers:InklingTextConfig", f"{_MODELS}.inkling.nvidia.model:InklingForCausalLM", {"model_type": "inkling_model"}
-    ),
-    "MiniMaxM3SparseForCausalLM": Recipe(
-        f"{_CONFIGS}.minimax_m3:MiniMaxM3Config", f"{_MODELS}.minimax_m3.nvidia.model:MiniMaxM3SparseForCausalLM"
-    ),
-    "MuseSpark1xForCausalLM": Recipe(
-        "transformers:MuseSparkTextConfig", f"{_MODELS}.muse_spark.nvidia.model:MuseSpark1xForCausalLM", {"num_shared_experts": 0}, fp8=False
-    ),
-    "Qwen4ExpForCausalLM": Recipe(
-        "transformers:Qwen4ExpTextConfig", f"{_MODELS}.qwen4_exp.nvidia.model:Qwen4ExpForCausalLM", {"output_gate_type": "sigmoid"}
-    ),
-    "Step5ForCausalLM": Recipe(
-        f"{_CONFIGS}.step5:Step5Config",
-        f"{_MODELS}.step5.nvidia.model:Step5ForCausalLM",
-        {
-            "sparse_config": {"enabled": True, "num_provider_groups": 8}, "use_moe": True, "use_head_wise_attn_gate": True,
-            "num_attention_heads": 64, "head_dim": 192, "use_moe_router_bias": True, "need_fp32_gate": True, "num_hidden_layers": 8,
-            "layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 512,
-        },
-        hopper=True,
-        kernels={"vllm.models.step5.nvidia.sparse_attention": "_shared_adapter"},
-        plain=("self_attn.qkv_indexer_proj",),
-    ),
-}  # fmt: skip
-"""By the architecture."""
-
-
 @frozen
 class Like:
     """A model whose text has the config of another: one that sees or hears too, or a draft for that one."""
@@ -143,48 +80,10 @@ class Like:
     draft: bool = False
 
 
-_TOWER = {
-    "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64, "patch_size": 14, "image_size": 224,
-}  # fmt: skip
-LIKE: Mapping[str, Like] = {
-    "DeepSeekV4MTPModel": Like("DeepseekV4ForCausalLM", f"{_MODELS}.deepseek_v4.nvidia.mtp:DeepSeekV4MTP", draft=True),
-    "DeepseekV32MTPModel": Like("deepseek-v3.2", f"{_MODELS}.deepseek_v32.nvidia.mtp:DeepseekV32MTP", draft=True),
-    "DeepseekV4ForConditionalGeneration": Like(
-        "DeepseekV4ForCausalLM",
-        f"{_MODELS}.deepseek_v4.common.vl_model:DeepseekV4ForConditionalGeneration",
-        text={"vision_n_layers": 0},
-    ),
-    "Dots3NoteMTPModel": Like("Dots3NoteForCausalLM", f"{_MODELS}.dots3_note.nvidia.mtp:Dots3NoteMTP", draft=True),
-    "Glm5NextForConditionalGeneration": Like(
-        "Glm5NextForCausalLM", f"{_MODELS}.glm5next.common.model:Glm5NextForConditionalGeneration", "glm5_next"
-    ),
-    "Glm5NextMTPModel": Like("Glm5NextForCausalLM", f"{_MODELS}.glm5next.common.mtp:Glm5NextMTP", draft=True),
-    "HYV4MTPModel": Like("HYV4ForCausalLM", f"{_MODELS}.hy_v4.nvidia.mtp:HYV4MTP", draft=True),
-    "InklingForConditionalGeneration": Like(
-        "InklingForCausalLM", f"{_MODELS}.inkling.nvidia.model:InklingForConditionalGeneration", "inkling_mm_model"
-    ),
-    "KimiK3MTPModel": Like("kimi-k3", f"{_MODELS}.kimi_k3.nvidia.mtp:KimiK3MTP", draft=True),
-    "MiniMaxM3SparseForConditionalGeneration": Like(
-        "MiniMaxM3SparseForCausalLM",
-        f"{_MODELS}.minimax_m3.nvidia.model:MiniMaxM3SparseForConditionalGeneration",
-        around={"vision_config": _TOWER},
-        kernels={f"{_MODELS}.minimax_m3.nvidia.model": "MiniMaxVLVisionModel"},
-    ),
-    "MuseSparkForConditionalGeneration": Like(
-        "MuseSpark1xForCausalLM",
-        f"{_MODELS}.muse_spark.nvidia.multimodal:MuseSparkForConditionalGeneration",
-        "muse_spark",
-        around="transformers:MuseSparkConfig",
-    ),
-    "Qwen4ExpForConditionalGeneration": Like(
-        "Qwen4ExpForCausalLM", f"{_MODELS}.qwen4_exp.nvidia.model:Qwen4ExpForConditionalGeneration", "qwen4_exp"
-    ),
-    "Qwen4ExpMTP": Like("Qwen4ExpForCausalLM", f"{_MODELS}.qwen4_exp.nvidia.mtp:Qwen4ExpMTP", draft=True),
-    "Step5ForConditionalGeneration": Like(
-        "Step5ForCausalLM", f"{_MODELS}.step5.nvidia.vl:Step5ForConditionalGeneration", "step5_vl",
-        text={"architectures": ["Step5ForCausalLM"]},
-    ),
-}  # fmt: skip
+_MODELS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+DEFAULTS = {name: Recipe(**table) for name, table in _MODELS["defaults"].items()}
+"""By the architecture."""
+LIKE = {name: Like(**table) for name, table in _MODELS["like"].items()}
 """By the architecture: what is built besides `DEFAULTS`."""
 
 

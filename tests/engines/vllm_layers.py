@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,71 +39,9 @@ class Model:
     tp_sizes: tuple[int, ...] = (1, 2, 8)
 
 
-_DEEPSEEK = "vllm.model_executor.models.deepseek_v2:DeepseekV3ForCausalLM"
-# Their routed experts are built for one GPU family each; a dense feed-forward leaves attention and norms as they are.
-_ALL_DENSE = {"first_k_dense_replace": 1000}
-
-_KNOWN: dict[str, Model] = {
-    "deepseek-v3": Model(checkpoint="deepseek-v3", model_class=_DEEPSEEK),
-    "deepseek-v3-mla-off": Model(checkpoint="deepseek-v3", model_class=_DEEPSEEK, environ={"VLLM_MLA_DISABLE": "1"}),
-    "deepseek-v2-lite": Model(
-        checkpoint="deepseek-v2-lite", model_class="vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM"
-    ),
-    "deepseek-v3.2": Model(
-        checkpoint="deepseek-v3.2", model_class="vllm.models.deepseek_v32.nvidia.model:DeepseekV32ForCausalLM"
-    ),
-    "deepseek-v3.2-rocm": Model(
-        checkpoint="deepseek-v3.2", model_class="vllm.models.deepseek_v32.amd.model:DeepseekV32ForCausalLM"
-    ),
-    "kimi-k2": Model(checkpoint="kimi-k2", model_class=_DEEPSEEK),
-    "kimi-k2.5": Model(
-        checkpoint="kimi-k2.5", model_class="vllm.model_executor.models.kimi_k25:KimiK25ForConditionalGeneration"
-    ),
-    "kimi-linear": Model(
-        checkpoint="kimi-linear-48b-a3b",
-        model_class="vllm.models.kimi_k3.nvidia.model:KimiLinearForCausalLM",
-        overrides=_ALL_DENSE,
-    ),
-    "kimi-linear-rocm": Model(
-        checkpoint="kimi-linear-48b-a3b",
-        model_class="vllm.models.kimi_k3.amd.linear:KimiLinearForCausalLM",
-        overrides=_ALL_DENSE,
-    ),
-    "kimi-k3": Model(
-        checkpoint="kimi-k3",
-        model_class="vllm.models.kimi_k3.nvidia.model:KimiLinearForCausalLM",
-        overrides=_ALL_DENSE,
-    ),
-    "kimi-k3-rocm": Model(
-        checkpoint="kimi-k3",
-        model_class="vllm.models.kimi_k3.amd.linear:KimiLinearForCausalLM",
-        overrides=_ALL_DENSE,
-    ),
-    "gpt-oss-20b": Model(checkpoint="gpt-oss-20b", model_class="vllm.model_executor.models.gpt_oss:GptOssForCausalLM"),
-    "gpt-oss-120b": Model(
-        checkpoint="gpt-oss-120b", model_class="vllm.model_executor.models.gpt_oss:GptOssForCausalLM"
-    ),
-    "glm-4.7-flash": Model(
-        checkpoint="glm-4.7-flash",
-        model_class="vllm.model_executor.models.glm4_moe_lite:Glm4MoeLiteForCausalLM",
-        tp_sizes=(1, 2, 4),  # 20 heads
-    ),
-    "glm-5": Model(checkpoint="glm-5", model_class="vllm.models.deepseek_v32.nvidia.model:DeepseekV32ForCausalLM"),
-    "longcat-flash": Model(
-        checkpoint="longcat-flash", model_class="vllm.model_executor.models.longcat_flash:LongcatFlashForCausalLM"
-    ),
-    "qwen3": Model(checkpoint="qwen3-4b", model_class="vllm.model_executor.models.qwen3:Qwen3ForCausalLM"),
-    "qwen3-next": Model(
-        checkpoint="qwen3-next-80b-a3b", model_class="vllm.model_executor.models.qwen3_next:Qwen3NextForCausalLM"
-    ),
-    "qwen3.5-27b": Model(
-        checkpoint="qwen3.5-27b",
-        model_class="vllm.model_executor.models.qwen3_5:Qwen3_5ForConditionalGeneration",
-    ),
-    "qwen3.5-35b": Model(
-        checkpoint="qwen3.5-35b-a3b",
-        model_class="vllm.model_executor.models.qwen3_5:Qwen3_5MoeForConditionalGeneration",
-    ),
+_KNOWN = {
+    name: Model(**table)
+    for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
 }
 
 MISSING = {

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,109 +51,9 @@ KDA = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn.KimiGatedDeltaN
 SPLIT_AT = "layerfuse_tests::attend"
 """The op that stands for attention."""
 
-TINY = {
-    "deepseek-v3": {
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 2,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 64,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 96,
-        "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "intermediate_size": 256,
-        "vocab_size": 128,
-        "quantization_config": None,
-    },
-    "gpt-oss-20b": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 256,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "experts_per_token": 2,
-        "vocab_size": 128,
-    },
-    "qwen3-next": {
-        "num_hidden_layers": 4,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 256,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "vocab_size": 128,
-    },
-}
-TINY["qwen3"] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 256,
-    "vocab_size": 128,
-}
-TINY["kimi-k2"] = {
-    **TINY["deepseek-v3"],
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 12,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-TINY["kimi-linear"] = {
-    **TINY["deepseek-v3"],
-    "num_hidden_layers": 4,
-    "first_k_dense_replace": 1,
-    "num_experts": 12,
-    "num_experts_per_token": 4,
-    "q_lora_rank": None,
-    "linear_attn_config": {
-        "kda_layers": [1, 2, 3],  # 1-based, as published
-        "full_attn_layers": [4],
-        "num_heads": 4,
-        "head_dim": 32,
-        "short_conv_kernel_size": 4,
-    },
-}
-TINY["qwen3.5-27b"] = {
-    "text_config": {
-        **TINY["qwen3-next"],
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": [3, 3, 2],
-            "rope_type": "default",
-            "rope_theta": 10000000,
-            "partial_rotary_factor": 0.25,
-        },
-    },
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_heads": 4,
-        "out_hidden_size": 256,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [],
-    },
-}
+TINY: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "vllm_tiny.json").read_text(encoding="utf-8"))
+for _name, _changes in TINY.items():
+    TINY[_name] = {**TINY.get(_changes.pop("like", ""), {}), **_changes}
 """Model of `MODELS` -> what is smaller than published. Enough layers for the graph to have pieces that are equal; how experts are
 chosen (groups, correction bias, scale of the routed part) is as published."""
 
@@ -290,13 +191,9 @@ def quantised_as_on_cuda() -> Iterator[None]:
 
 BLOCK_FP8 = {
     "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
+    "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
     "moe_intermediate_size": 256,
-}
+}  # fmt: skip
 """The published format of DeepSeek-V3, with dimensions that its blocks divide."""
 
 

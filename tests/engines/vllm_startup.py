@@ -80,7 +80,7 @@ def timing() -> Iterator[Timed]:
     with contextlib.ExitStack() as stack:
         for name in hooks:
             stack.enter_context(mock.patch.object(plugin, name, timed.around(getattr(plugin, name))))
-        for name in ("_finish", "_warm_up"):
+        for name in ("finish", "_warm_up"):
             stack.enter_context(mock.patch.object(plugin, name, timed.plain(getattr(plugin, name))))
         whole = timed.plain(passes.FusionPass.__call__)
         stack.enter_context(mock.patch.object(passes.FusionPass, "__call__", whole))

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+import slow_reading
 
 from layerfuse import registry
 from layerfuse.adapters import (
@@ -66,6 +67,18 @@ def check_every_layer(model: Any, engine: str, name: str, tp: int, rank: int, *,
     assert registry.unknown_in(model) == []
     for path, spec in read:
         assert registry.spec_for(model.get_submodule(path), type(spec), path=path) == spec
+
+
+def check_changed(model: Any) -> None:
+    """Each kind of layer whose attributes were changed is what it is now: what keeps parts gives what keeps nothing."""
+    met = set()
+    for path, spec in registry.specs_in(model):
+        layer = model.get_submodule(path)
+        kind = (type(layer), type(spec), getattr(spec, "experts", None) is None)
+        if kind not in met and "layers." in path:
+            met.add(kind)
+            slow_reading.check(layer, path, 80)
+    assert len(met) > 1
 
 
 def check_stages(whole: Any, stages: Sequence[Any]) -> None:
@@ -146,3 +159,21 @@ def _check_softmax_attention(kernel: GQAKernelSpec, around: Any) -> None:
     absorbed = (1, around.latent_width)
     expanded = (around.num_local_heads, around.qk_head_dim)
     assert (kernel.num_local_kv_heads, kernel.head_dim) in (absorbed, expanded)
+
+
+def check_mixture_places(model: Any) -> int:
+    """That `registry.explain` names the place that holds each size of a mixture; how many were looked up."""
+    path, spec = next(
+        (path, spec) for path, spec in registry.specs_in(model) if isinstance(spec, ResidualSpec) and spec.experts
+    )
+    layer, looked_up = model.get_submodule(path), 0
+    for field, place in registry.explain(layer, ResidualSpec, path=path).places.items():
+        owner, _, name = field.partition(".")
+        value = getattr(spec.experts, name) if owner == "experts" else None
+        if type(value) is int and place.replace(".", "").replace("_", "").isalnum():
+            held: Any = layer
+            for step in place.split("."):
+                held = held[int(step)] if step.isdigit() else getattr(held, step)
+            assert held == value, (field, place)
+            looked_up += 1
+    return looked_up

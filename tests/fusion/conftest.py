@@ -24,3 +24,13 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     backends.force(request.param)
     yield request.param
     backends.force(None)
+
+
+@pytest.fixture
+def _spare() -> Iterator[None]:
+    """What a test registers as a backend goes with it: every op's backends are named where one is asked for by a wrong name."""
+    before = {name: list(several) for name, several in backends._backends.items()}
+    yield
+    backends._backends.clear()
+    backends._backends.update(before)
+    backends.decide_again()

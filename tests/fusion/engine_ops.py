@@ -110,58 +110,6 @@ def rms_norm_static_fp8_quant(values: Tensor, x: Tensor, weight: Tensor, scale: 
     static_scaled_fp8_quant(values, normed(x, weight, epsilon), scale)
 
 
-@op("sgl_kernel::rmsnorm(Tensor! output, Tensor input, Tensor weight, float eps, bool enable_pdl) -> ()")
-def sgl_rmsnorm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float, pdl: bool) -> None:
-    out.copy_(normed(x, weight, epsilon))
-
-
-@op("sgl_kernel::gemma_rmsnorm(Tensor! output, Tensor input, Tensor weight, float eps, bool enable_pdl) -> ()")
-def sgl_gemma_rmsnorm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float, pdl: bool) -> None:
-    out.copy_(normed(x, weight, epsilon, 1.0))
-
-
-@op("sgl_kernel::fused_add_rmsnorm(Tensor! input, Tensor! residual, Tensor weight, float eps, bool enable_pdl) -> ()")
-def sgl_fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, pdl: bool) -> None:
-    fused_add_rms_norm(x, residual, weight, epsilon)
-
-
-@op(
-    "sgl_kernel::gemma_fused_add_rmsnorm(Tensor! input, Tensor! residual, Tensor weight, float eps, "
-    "bool enable_pdl) -> ()"
-)
-def sgl_gemma_fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, pdl: bool) -> None:
-    residual.add_(x)
-    x.copy_(normed(residual, weight, epsilon, 1.0))
-
-
-@op("sglang::per_token_quant_fp8(Tensor input, Tensor! output_q, Tensor! output_s) -> ()")
-def sglang_per_token_quant_fp8(x: Tensor, values: Tensor, scales: Tensor) -> None:
-    _quantise(x, values, scales, 1e-10, 448.0)
-
-
-@op(
-    "sglang::per_token_group_quant_8bit_v2(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
-    "float min_8bit, float max_8bit, bool scale_ue8m0=False, bool fuse_silu_and_mul=False, Tensor? masked_m=None) -> ()"
-)
-def sglang_per_token_group_quant_8bit_v2(
-    x: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    size: int,
-    eps: float,
-    low: float,
-    high: float,
-    ue8m0: bool = False,
-    *_: Any,
-) -> None:
-    _quantise(x, values, scales, eps, high, ue8m0)
-
-
-@op("sglang::per_tensor_quant_fp8(Tensor input, Tensor! output_q, Tensor! output_s, bool is_static=False) -> ()")
-def sglang_per_tensor_quant_fp8(x: Tensor, values: Tensor, scale: Tensor, static: bool) -> None:
-    static_scaled_fp8_quant(values, x, scale)
-
-
 @op("vllm::rocm_aiter_per_tensor_quant(Tensor! out, Tensor x, Tensor! scale, bool is_dynamic) -> ()")
 def rocm_aiter_per_tensor_quant(values: Tensor, x: Tensor, scale: Tensor, dynamic: bool) -> None:
     if dynamic:

@@ -194,28 +194,16 @@ def assert_quantised(values: Tensor, scales: Tensor, normed: Tensor, *, rounding
 # ---- what is left alone ----------------------------------------------------------------------------------------------
 
 
-def assert_left(module: nn.Module, quant: str, reason: str, *, plain: bool = True, **kwargs: Any) -> None:
+def assert_left(module: nn.Module, quant: str, reason: str, **kwargs: Any) -> None:
+    """What quantises stays, the norms in front of it are fused, and both say so."""
     x = kwargs.pop("x", None)
-    x = torch.randn(5, HIDDEN) if x is None else x
-    given: dict[str, Any] = {"specs": [("layer", mla_spec())], **kwargs}
-    # The plain norm off: nothing at all changes.
-    off = trace_quantised(Layer(module), x, quant, **{**given, "config": config(quant, switches={FUSION: False})})
-    (said,) = off.report.of(fusion_of(quant)).missed.values()
-    assert said.endswith(reason) or reason in said, said
-    assert "instead" not in said
-    if off.before != off.after:  # canonical ops are lowered, to the same numbers
-        assert "layerfuse.quantise" in off.before[0]
-        unfused = trace(Layer(module), x, specs=[])
-        for got, wanted in zip(off.output, unfused.output, strict=True):
-            assert torch.equal(got.float().nan_to_num(), wanted.float().nan_to_num())
-    # The plain norm on: it takes the pair, and both say so.
-    traced = trace_quantised(Layer(module), x, quant, **given)
+    given = {"specs": [("layer", mla_spec())], **kwargs}
+    traced = trace_quantised(Layer(module), torch.randn(5, HIDDEN) if x is None else x, quant, **given)
     verdict, fallback = traced.report.of(fusion_of(quant)), traced.report.of(FUSION)
-    assert verdict.matched == ()
     assert not any("_quant(" in text for text in traced.after)
-    assert traced.fused == len(fallback.fallback) == plain
-    assert (fallback.compiled, fallback.executed, verdict.executed) == (plain, plain, 0)
-    (said,) = verdict.missed.values()
-    assert said.endswith("; mla_dual_rms_norm was fused there instead") == plain
-    assert fallback.expected == fallback.matched == ()
+    assert verdict.matched == fallback.expected == fallback.matched == ()
+    assert traced.fused == len(fallback.fallback) == 1
+    assert (fallback.compiled, fallback.executed, verdict.executed) == (1, 1, 0)
     assert fallback.complete and not verdict.complete
+    (said,) = verdict.missed.values()
+    assert reason in said and said.endswith("; mla_dual_rms_norm was fused there instead"), said

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from layerfuse import fusion, registry
-from layerfuse.adapters.specs import WHOLE, FinalNormSpec, GatedMLPSpec, NormSpec, ResidualSpec
 from layerfuse.fusion import ActivationQuant, FusionConfig, Target
 from layerfuse.fusion.sites import ROLES
 from layerfuse.testing import small_model
@@ -26,8 +24,6 @@ FP8, LARGEST = torch.float8_e4m3fn, 448.0
 CPU = Target(arch="cpu", vendor="cpu", fp8="e4m3fn")
 HIDDEN, INTERMEDIATE = 256, 384
 TOKENS = torch.arange(24).view(2, 12)
-Models = tuple[nn.Module, Any]
-"""A model, and its specs; None where the registry reads them."""
 
 
 class Float8Linear(nn.Module):
@@ -59,54 +55,20 @@ class Float8Linear(nn.Module):
         return (values.unflatten(-1, (-1, columns)).float() * scale).flatten(-2)
 
 
-def declared(name: str, dtype: torch.dtype) -> Models:
-    """A model that the registry knows, with one layer of each kind at least and dense MLPs."""
+def declared(name: str, dtype: torch.dtype) -> nn.Module:
+    """A declared model with one layer of each kind at least, and dense MLPs, which are narrower than a group else."""
     few = one_of_each(registry.model(name))
     model: Any = small_model(few, layers=few.num_hidden_layers, hidden_size=HIDDEN, dtype=dtype)
+    config = copy.deepcopy(model.config)
+    config.intermediate_size = INTERMEDIATE
     torch.manual_seed(0)
-    for layer in model.model.layers:  # whose MLPs are narrower than a group
-        layer.mlp = type(layer.mlp)(model.config, intermediate_size=INTERMEDIATE).to(dtype).requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp = type(layer.mlp)(config).to(dtype).requires_grad_(False)
     fusion.keep_recurrences(model)
-    return model, None
+    return model
 
 
-def llama(dtype: torch.dtype) -> Models:
-    """Llama, which no declaration describes: its specs are written here."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=64, rms_norm_eps=1e-5,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
-    specs: list[Any] = []
-    base: dict[str, Any] = {"hidden_size": HIDDEN, "parallel": WHOLE}
-
-    def norm(module: str) -> NormSpec:
-        return NormSpec(width=HIDDEN, epsilon=1e-5, module=module)
-
-    for i in range(2):
-        norms = {"input_norms": (norm("input_layernorm"),), "post_attention_norms": (norm("post_attention_layernorm"),)}
-        specs.append((f"model.layers.{i}", ResidualSpec(layer_index=i, **norms, **base)))
-        mlp = GatedMLPSpec(
-            layer_index=i,
-            intermediate_size=INTERMEDIATE,
-            local_intermediate_size=INTERMEDIATE,
-            activation="silu",
-            swiglu_limit=None,
-            **base,
-        )
-        specs.append((f"model.layers.{i}.mlp", mlp))
-    specs.append(("model", FinalNormSpec(layer_index=2, final_norm=norm("norm"), **base)))
-    return model, specs
-
-
-MODELS: dict[str, Callable[[torch.dtype], Models]] = {
-    "deepseek-v3": lambda dtype: declared("deepseek-v3", dtype),
-    "qwen3-next": lambda dtype: declared("qwen3-next-80b-a3b", dtype),
-    "llama": llama,
-}
+MODELS = {"deepseek-v3": "deepseek-v3", "qwen3-next": "qwen3-next-80b-a3b", "llama": "llama-3.1-8b"}
 
 
 def quantise(model: nn.Module, quant: ActivationQuant) -> None:
@@ -152,11 +114,10 @@ def measured(name: str, dtype: torch.dtype, scheme: str) -> dict[str, Any]:
     """One model in one dtype with one quantisation; every expected fusion ran, or this raises FusionMissedError."""
     torch._dynamo.reset()
     quant = ActivationQuant.parse(scheme)
-    model, specs = MODELS[name](dtype)
+    model = declared(MODELS[name], dtype)
     quantise(model, quant)
     fused = fusion.compile(
         model,
-        specs=specs,
         target=CPU,
         config=FusionConfig(level=2, quant=dict.fromkeys(ROLES, quant)),
         strict=True,

@@ -27,8 +27,9 @@ from torch import Tensor
 from layerfuse.bench.files import save
 from layerfuse.bench.ranks import Ranks
 from layerfuse.fusion import FUSIONS
-from layerfuse.fusion.backends.symm_mem import function_of, workspaces
+from layerfuse.fusion.backends.symm_mem import workspaces
 from layerfuse.fusion.backends.symm_mem.crossovers import rows_at_once
+from layerfuse.fusion.backends.symm_mem.functions import function_of
 from layerfuse.fusion.backends.symm_mem.launch import Layout
 
 ROWS, EAGER = (1, 33, 128, 200), (2, 64, 300)
@@ -86,8 +87,13 @@ def run(given: argparse.Namespace, width: int) -> dict[str, Any]:
     cores = torch.cuda.get_device_properties(device).multi_processor_count
     most = rows_at_once(1 << 20, row_bytes)
     layout = Layout(rank, ranks, given.shots, most, row_bytes, 2, cores)
-    workspace = workspaces.made_for(group, device, layout, most)
-    workspaces.keep(group.group_name, torch.empty(1, width, dtype=torch.bfloat16, device=device), workspace)
+    buffer = workspaces._buffer(layout, device)
+    dist.barrier()
+    workspace, like = (
+        workspaces._joined(group, layout, most, buffer),
+        torch.empty(1, width, dtype=torch.bfloat16, device=device),
+    )
+    workspaces._ready[group] = {workspaces._key(like): (workspace,)}
     dist.barrier()
     function = function_of(FUSIONS["all_reduce_add_rms_norm"].op)
     calls = {rows: Calls(rows, width, rank, ranks) for rows in (*ROWS, *EAGER)}

@@ -15,7 +15,6 @@ from layerfuse.fusion import FusionConfig, Target, compile, ops, plan  # noqa: A
 from layerfuse.testing import small_model
 
 ADD = "add_rms_norm"
-UNITS = {torch.float32: 8, torch.bfloat16: 1.01, torch.float16: 1.01, torch.float64: 64}
 pytestmark = pytest.mark.usefixtures("_op_by_op")
 
 
@@ -173,6 +172,25 @@ def test_the_first_layer_has_nothing_to_add_and_the_final_norm_has() -> None:
         hidden_size=64, layer_index=2, parallel=WHOLE, final_norm=NormSpec(width=64, epsilon=1e-6, module="norm")
     )
     assert plan([("model", final)], Target.named("cpu")).expected(ADD)[0].site == "model:final"
+
+
+class Inline(nn.Module):
+    """A layer that calculates its norm itself, which the model holds under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = altered(lambda self, x: (self.rms(x + self.attention(x)), x))
+        self.block.rms = lambda x: nn.functional.rms_norm(x, (64,), self.block.norm.weight, 1e-6)
+        self.again = self.block
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.block(x)
+
+
+@pytest.mark.parametrize("path", ["block", "again"])
+def test_a_norm_inside_of_its_layer_is_the_sites_by_every_name_of_the_layer(path: str) -> None:
+    traced = trace(Inline(), torch.randn(2, 64), specs=[(path, spec())], by_weight=False, by_path=True)
+    assert traced.report.of(ADD).matched == (f"{path}:input",), str(traced.report)
 
 
 class Draft(nn.Module):

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from layerfuse.fusion import backends, ops
 from layerfuse.fusion.backends.triton import experts, linear
-from layerfuse.fusion.ops.experts import block_scaled_experts as reference
+from layerfuse.fusion.ops.linear import block_scaled_experts as reference
 from layerfuse.fusion.ops.linear import dequantised
 
 GPU = torch.cuda.is_available()
@@ -196,10 +196,7 @@ def test_the_same_call_gives_the_same_bits(backend: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            {"x": torch.zeros(1, 2, 256, dtype=FP8), "x_scale": torch.zeros(1, 2, 2)},
-            "x must be (tokens, width); got (1, 2, 256)",
-        ),
+        ({"x": torch.zeros(1, 2, 256, dtype=FP8), "x_scale": torch.zeros(1, 2, 2)}, "x must be (tokens, width); got (1, 2, 256)"),
         ({"w13": torch.zeros(5, 256, 128, dtype=FP8)}, "w13 must be (experts, columns, 256), as wide as x"),
         ({"w13": torch.zeros(5, 192, 256, dtype=FP8)}, "w13 must be whole blocks of 128 x 128"),
         ({"w2": torch.zeros(4, 256, 128, dtype=FP8)}, "w2 must be (5, 256, 128): as many experts as w13"),
@@ -209,7 +206,7 @@ def test_the_same_call_gives_the_same_bits(backend: str) -> None:
         ({"topk_ids": torch.zeros(2, 2, dtype=torch.int32)}, "topk_ids must be (2, 3), as topk_weights"),
         ({"topk_ids": torch.zeros(2, 3)}, "topk_ids must be one of torch.int32, torch.int64"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_named(change: dict[str, torch.Tensor], says: str) -> None:
     given = (
         given_of(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import SkipTest
@@ -18,13 +18,14 @@ from quant_support import CPU_FP8, config, vllm_group
 from stream_support import Layer, Norm, Stream, rows
 from torch import Tensor, nn
 
+from layerfuse.adapters.errors import LayerfuseError
 from layerfuse.adapters.specs import WHOLE, FinalNormSpec, NormSpec
 from layerfuse.fusion import FUSIONS, backends, steps
 from layerfuse.fusion.backends import Backend
 from layerfuse.fusion.chain import Fusion
 from layerfuse.fusion.declare import Epsilon, Kernel, Like, Op, OpError, Quantised, Rows, Weight
 from layerfuse.fusion.ops.library import define
-from layerfuse.testing import BrokenContractError, FusionContract, KernelContract, StepContract
+from layerfuse.testing import AdapterContract, BrokenContractError, FusionContract, KernelContract, StepContract
 
 FP8 = {name for name, form in FORMS.items() if any(isinstance(each, Quantised) for each in form.op.results)}
 
@@ -130,17 +131,16 @@ def leaves_the_last(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return made
 
 
+def takes_too_few(x: Tensor, weight: Tensor) -> Tensor:
+    return norm(x, weight, 1e-6)
+
+
+def takes_too_many(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+    return norm(x, weight + offset, epsilon)
+
+
 def fails_without_rows(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return norm(x, weight, epsilon + 0 * float(x.flatten()[0]))
-
-
-@pytest.fixture
-def _spare() -> Iterator[None]:
-    before = {name: list(several) for name, several in backends._backends.items()}
-    yield
-    backends._backends.clear()
-    backends._backends.update(before)
-    backends.decide_again()
 
 
 def op(name: str, reference: Callable[..., Any] = norm) -> Op:
@@ -187,6 +187,8 @@ def test_a_fusion_that_breaks_its_contract_is_told_how(
         (keeps_strides, "k02", "y is .*, and should be"),
         (fails_without_rows, "k03", "IndexError"),
         (writes, "k04", "x was written to"),
+        (takes_too_few, "k02", r"by spare: the kernel takes \(x, weight\), the op passes \(x, weight, epsilon\)$"),
+        (takes_too_many, "k03", r"by spare: the kernel takes \(x, weight, epsilon, offset\), the op passes"),
     ],
 )
 def test_a_kernel_that_breaks_its_contract_is_told_how(kernel: Callable[..., Any], scenario: str, says: str) -> None:
@@ -218,6 +220,35 @@ def test_a_kernel_that_refuses_says_why_and_one_that_refuses_all_is_held_to_noth
     assert "refuses Case(dtype=torch.bfloat16, width=1" in problem_of(contract, "k01")
     with pytest.raises(SkipTest, match="spare takes no call here: no"):
         contract.test_k02_equal_to_the_reference()
+
+
+@pytest.mark.parametrize(
+    ("contract", "body", "asked", "says"),
+    [
+        (
+            FusionContract,
+            {"fusion": "add_rmsnorm"},
+            "asked",
+            "no fusion is called 'add_rmsnorm'; did you mean 'add_rms_norm'",
+        ),
+        (
+            StepContract,
+            {"fusion": "add_rmsnorm"},
+            "asked",
+            "no fusion is called 'add_rmsnorm'; did you mean 'add_rms_norm'",
+        ),
+        (KernelContract, {"op": "add_rmsnorm"}, "asked", "no op is called 'add_rmsnorm'; did you mean 'add_rms_norm'"),
+        (AdapterContract, {"model": "gpt-os"}, "entry", "no model is called 'gpt-os'; did you mean gpt-oss-20b"),
+        (FusionContract, {}, "asked", "Mine.fusion must be the name of a fusion"),
+        (KernelContract, {}, "asked", "Mine.op must be the name of an op"),
+        (KernelContract, {}, "backend", "Mine.backend must be the name of a backend"),
+        (AdapterContract, {}, "entry", "Mine.model must be the name of a declared model"),
+    ],
+)
+def test_what_a_contract_is_of_is_asked_for(contract: type[Any], body: dict[str, str], asked: str, says: str) -> None:
+    made = type("Mine", (contract,), body)()
+    with pytest.raises((LayerfuseError, AttributeError), match=re.escape(says)):
+        getattr(made, asked)
 
 
 def test_a_step_that_is_not_found_or_is_found_where_it_is_not_breaks_its_contract() -> None:

@@ -32,6 +32,14 @@ def fusion(**changes: Any) -> Fusion:
     return Fusion(**{**fields, **changes, "op": changes["op"] if "op" in changes else op()})
 
 
+def test_what_is_declared_alike_is_equal() -> None:
+    one, same, other = Rows(name="x", heads=True), Rows(name="x", heads=True), Rows(name="x")
+    assert one == same != other
+    assert hash(one) == hash(same)
+    assert repr(one) == repr(same) != repr(other)
+    assert repr(one).startswith("Rows(name='x', ")
+
+
 def test_right() -> None:
     assert fusion(op=op(args=(*ARGS, Flag(name="fast")))).op.name == "an_op"
 
@@ -59,10 +67,7 @@ def test_ops(changes: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"chain": (NORM, Add)},
-            "in the order sources, middle, sinks: Norm is in the middle, Add is a source",
-        ),
+        ({"chain": (NORM, Add)}, "in the order sources, middle, sinks: Norm is in the middle, Add is a source"),
         ({"chain": (Add, Add, NORM)}, "has Add twice"),
         ({"chain": (Add, AllReduce, NORM)}, "AllReduce stands in front of Add"),
         ({"chain": (AllReduce, NORM)}, "AllReduce stands in front of Add"),
@@ -70,13 +75,18 @@ def test_ops(changes: dict[str, Any], says: str) -> None:
         ({"chain": "Add"}, "expected steps"),
         ({"op": None}, "expected an Op, got None"),
         ({"op": op(args=(*ARGS, Rows(name="third", like="x")))}, "no step fills third"),
-        (
-            {"op": op(args=(X, Rows(name="residual", like="x", mutated=True), *ARGS[2:]))},
-            "an_op writes to residual; the op of a fusion writes to nothing",
-        ),
+        ({"op": op(args=(X, Rows(name="residual", like="x", mutated=True), *ARGS[2:]))}, "an_op writes to residual; the op of a fusion writes to nothing"),
         ({"op": op(results=(*RESULTS, Like(name="more", of="x")))}, "no step gives more"),
+        ({"roles": ("inputs",)}, "no role is called 'inputs'; known: input, post_attention"),
+        ({"roles": ()}, "it stands at no role"),
+        ({"roles": (LATENTS,)}, "the role latents has no Add"),
+        ({"chain": (Add, Norm(x="y"))}, "Norm fills y, which an_op does not take"),
+        ({"chain": (Add(out="sum"), NORM)}, "Add gives sum, which an_op does not return"),
+        ({"chain": (Add, NORM, Quant(per="token"))}, "Quant fills dtype, use_ue8m0, which an_op does not take"),
+        ({"level": 3}, "level must be 1 or 2, got 3"),
+        ({"name": "My Fusion"}, "a fusion's name is lower-case letters"),
     ],
-)
+)  # fmt: skip
 def test_fusions(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(FusionError, match=says):
         fusion(**changes)
@@ -91,6 +101,14 @@ def test_an_op_that_is_not_given_is_composed() -> None:
     assert [result.name for result in made.op.results] == ["values", "scales", "residual_out"]
     assert [form.op.name for form in made.forms] == ["one", "one_with_norm"]
     assert [form.op.name for form in fusion().forms] == ["an_op"]
+
+
+def test_a_norm_without_an_offset_multiplies_by_its_weight_as_stored() -> None:
+    chain = (Norm.of("q"), Norm(x="kv", weight_offset=None))
+    made = Fusion(name="one", doc="", level=1, roles=(LATENTS,), chain=chain)
+    x, weight = torch.randn(3, 64), torch.rand(64)
+    q, kv = made.op.reference(x, x, weight, weight, 1e-6, 1e-6, 0.0)
+    assert torch.equal(q, kv)
 
 
 @pytest.fixture

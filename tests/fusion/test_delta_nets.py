@@ -11,6 +11,7 @@ from fusion_support import graph_text
 from helpers import in_turn
 
 from layerfuse import fusion, registry
+from layerfuse.fusion.recurrences import _OPTIONS
 from layerfuse.testing import small_model
 from layerfuse.verify import one_of_each
 
@@ -96,15 +97,17 @@ def test_decoding_with_a_cache_takes_the_other_recurrence() -> None:
     assert fused.report.last is not None and fused.report.last.fused(GATED) >= 1
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_torch_is_told_what_a_recurrence_gives(asked: bool) -> None:
+    """A state in float32, whatever the model's dtype is."""
+    rows, gates = torch.randn(1, 9, 2, 8, dtype=torch.bfloat16), torch.rand(1, 9, 2, dtype=torch.bfloat16)
+    options = {**_OPTIONS, "output_final_state": asked}
+    for name in fusion.keep_recurrences(small("qwen3.5-27b", torch.bfloat16)):
+        op = getattr(torch.ops.layerfuse_recurrence, name.replace(".", "_")).default
+        torch.library.opcheck(op, (rows, rows, rows, -gates, gates, *options.values()), test_utils="test_faketensor")
+
+
 def test_keeping_twice_and_having_none() -> None:
     model = small("qwen3-next-80b-a3b")
     assert fusion.keep_recurrences(model) == fusion.keep_recurrences(model) != ()
     assert fusion.keep_recurrences(torch.nn.Linear(2, 2)) == ()
-
-
-def test_eager_code_is_not_touched() -> None:
-    from transformers.models.qwen3_next import modeling_qwen3_next as module
-
-    before = module.torch_chunk_gated_delta_rule
-    fusion.keep_recurrences(small("qwen3-next-80b-a3b"))
-    assert module.torch_chunk_gated_delta_rule is before

@@ -1,6 +1,6 @@
 """fp8 linears of transformers' and torchao's on a GPU: few tokens by layerfuse's kernels in graphs of Inductor's, and the results of the model without them.
 
-transformers' own kernels come from the hub, which a GPU without a network has not: vLLM's Triton kernel of the same arithmetic stands in, or plain torch.
+transformers' own kernels come from the hub, which a GPU without a network has not: plain torch of the same arithmetic stands in.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from layerfuse import fusion, registry
 from layerfuse.engines.transformers import engine_of
 from layerfuse.fusion import FusionConfig
 from layerfuse.fusion.catalog.few_token_linear import BLOCKS, PLAIN, ROWS
+from layerfuse.fusion.ops.linear import dequantised
+from layerfuse.fusion.ops.quantisation import quantise
 from layerfuse.testing import small_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -37,17 +39,29 @@ def call(model: Any, tokens: int) -> torch.Tensor:
         return model(input_ids=torch.arange(tokens, device=DEVICE)[None], use_cache=False).logits.float()
 
 
-def check(model: Any, fusion_name: str, config: FusionConfig, least: int) -> None:
-    """Compile it, and hold its results to its own with few tokens and with many; every linear that specs list is fused and runs."""
+def check(model: Any, fusion_name: str, config: FusionConfig, least: int) -> Any:
+    """Compile it, give that, and hold its results to the model's own with few tokens and with many; every linear that specs list is fused and runs.
+
+    Inductor rounds less in between, and an fp8 value beside a halfway point moves by a sixteenth: compiled without a fusion such a model is 0.06
+    from itself.
+    """
     wanted = {tokens: call(model, tokens) for tokens in TOKENS}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=True)
+    by_itself = {tokens: _apart(call(compiled, tokens), wanted[tokens]) for tokens in TOKENS}
+    torch._dynamo.reset()
     fused = fusion.compile(model, engine=engine_of(model), config=config, dynamic=True)
     for tokens in TOKENS:
-        apart = call(fused, tokens) - wanted[tokens]
-        assert apart.norm() <= 2e-2 * wanted[tokens].norm(), (tokens, float(apart.norm() / wanted[tokens].norm()))
+        assert _apart(call(fused, tokens), wanted[tokens]) <= max(0.02, 1.25 * by_itself[tokens]), tokens
     verdict = fused.report.of(fusion_name)
     assert len(verdict.expected) >= least and verdict.expected == verdict.matched, str(fused.report)
     audit = fused.audit(input_ids=torch.arange(FEW, device=DEVICE)[None], use_cache=False)
     assert audit.ok and audit.fusions[fusion_name].profiled == len(verdict.matched), str(audit)
+    return fused
+
+
+def _apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
 
 
 @pytest.fixture
@@ -58,25 +72,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
     def matmul(x: Any, weight: Any, scales: Any, block: Any, dtype: Any, activation_scale: Any = None) -> torch.Tensor:
         calls[x.shape[:-1].numel()] += 1
-        rows = x.reshape(-1, x.shape[-1])
-        return _product(rows, weight, scales, dtype).view(*x.shape[:-1], len(weight))
+        values, of_rows = quantise(x.reshape(-1, x.shape[-1]).float(), torch.float8_e4m3fn, 128, False, False)
+        product = dequantised(values, of_rows, 1) @ dequantised(weight, scales, 128).t()
+        return product.to(dtype).view(*x.shape[:-1], len(weight))
 
-    monkeypatch.setattr(finegrained, "load_finegrained_fp8_kernel", lambda: SimpleNamespace(matmul=matmul))
+    kernels = SimpleNamespace(matmul=matmul)  # made here, as Dynamo makes none
+    monkeypatch.setattr(finegrained, "load_finegrained_fp8_kernel", lambda: kernels)
     monkeypatch.setattr(finegrained, "fp8_linear", own)  # put back afterwards
     return calls
-
-
-def _product(rows: Any, weight: Any, scales: Any, dtype: Any) -> torch.Tensor:
-    try:
-        from vllm.model_executor.layers.quantization.utils import fp8_utils
-    except ImportError:
-        from layerfuse.fusion.ops.linear import dequantised
-        from layerfuse.fusion.ops.quantisation import quantise
-
-        values, of_rows = quantise(rows.float(), torch.float8_e4m3fn, 128, False, False)
-        return (dequantised(values, of_rows, 1) @ dequantised(weight, scales, 128).t()).to(dtype)
-    values, of_rows = fp8_utils.per_token_group_quant_fp8(rows, 128, use_ue8m0=False)
-    return fp8_utils.w8a8_triton_block_scaled_mm(values, weight, of_rows, scales, [128, 128], dtype)
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "deepseek-v3"])
@@ -98,8 +101,11 @@ def test_transformers_fp8_linears(name: str, hub: Counter[int]) -> None:
     model.to(DEVICE).requires_grad_(False)
     # MLA's second projections of the key/value latent are no sites.
     absorbed = sum(path.endswith("kv_b_proj") for path in plain)
-    check(model, BLOCKS, FusionConfig.parse(BLOCKS, strict=True), replaced - absorbed)
-    assert hub[FEW] <= 2 * replaced and hub[40] >= 2 * replaced, "more tokens are transformers' function"
+    fused = check(model, BLOCKS, FusionConfig.parse(BLOCKS, strict=True), replaced - absorbed)
+    hub.clear()
+    for tokens in (FEW, 40):
+        call(fused, tokens)
+    assert (hub[FEW], hub[40]) == (absorbed, replaced), "more tokens are transformers' function"
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,17 +49,6 @@ def test_in_a_graph_of_somebody_else_it_says_why_it_is_in_none() -> None:
     assert fused.report.of(FUSION).last_call == 1
 
 
-def test_a_new_class_is_its_own() -> None:
-    class Named(fusion.FusedModel):
-        pass
-
-    model = Layers()
-    fused = compiled(model)
-    fused.__class__ = Named
-    assert type(fused) is Named
-    assert type(model) is Layers
-
-
 def test_full_backward_hooks() -> None:
     class Summed(Layers):
         def forward(self, x: torch.Tensor) -> Any:
@@ -72,15 +61,6 @@ def test_full_backward_hooks() -> None:
     fused(torch.randn(5, HIDDEN, requires_grad=True)).sum().backward()
     assert seen == [fused]
     assert model._is_full_backward_hook is None
-
-
-def test_training_is_the_models() -> None:
-    model = Layers()
-    fused = compiled(model)
-    model.eval()
-    assert not fused.training
-    assert fused.train().training
-    assert model.training
 
 
 def test_the_plan_cannot_be_set() -> None:

@@ -143,41 +143,6 @@ def test_a_rounding_to_fewer_bits_than_the_models_is_left_alone() -> None:
     )
 
 
-@pytest.mark.parametrize("by_weight", [True, False])
-def test_each_layer_has_its_own(by_weight: bool) -> None:
-    class Several(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Heads(GatedNorm(), "flat") for _ in range(3))
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            return torch.cat([layer(hidden) for layer in self.layers], -1)
-
-    specs = [(f"layers.{i}", delta_net(index=i)) for i in range(3)]
-    traced = trace(Several(), torch.randn(2, 3, HIDDEN), specs=specs, by_weight=by_weight)
-    uses = traced.report.records[0].uses
-    assert [use.site for use in uses] == [f"layers.{i}:output" for i in range(3)]
-    assert {use.how for use in uses} == {"parameter" if by_weight else "module path"}
-    assert traced.report.of(GATED).complete
-
-
-def test_two_layers_one_of_which_is_another() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Heads(GatedNorm(), "flat"), Heads(GatedNorm(torch.tanh), "flat")])
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            return self.layers[0](hidden) + self.layers[1](hidden)
-
-    specs = [(f"layers.{i}", delta_net(index=i)) for i in range(2)]
-    traced = trace(Two().bfloat16(), torch.randn(2, 3, HIDDEN, dtype=torch.bfloat16), specs=specs)
-    verdict = traced.report.of(GATED)
-    assert verdict.matched == ("layers.0:output",)
-    assert list(verdict.missed) == ["layers.1:output"]
-    assert (verdict.compiled, verdict.last_call) == (1, 1)
-
-
 def test_a_plain_norm_behind_a_gate_is_no_gated_norm() -> None:
     # As wide as the heads and gated by accident: its spec says that it is plain.
     from layerfuse.adapters.specs import WHOLE, FinalNormSpec, NormSpec

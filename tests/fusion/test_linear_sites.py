@@ -14,9 +14,8 @@ from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
 from layerfuse.adapters.linear_specs import linear_spec, weight_spec
 from layerfuse.adapters.specs import WHOLE, AnySpec, MLPSpec, ResidualSpec
-from layerfuse.engines.vllm.releases import engine_of as vllm_engine_of
 from layerfuse.fusion import FUSIONS, Engine, FusionConfig, Plan, Target, plan
-from layerfuse.fusion.catalog.few_token_linear import BLOCKS, PLAIN, ROUTED, ROWS
+from layerfuse.fusion.catalog.few_token_linear import BLOCKS, ELSEWHERE, PLAIN, ROUTED, ROWS
 from layerfuse.fusion.compiler import inductor_with
 from layerfuse.fusion.compose import op_of
 from layerfuse.fusion.live_plan import module_index_of
@@ -82,8 +81,11 @@ def test_each_linear_that_was_read_is_one_site(specs: list[tuple[str, AnySpec]])
 
 @pytest.mark.parametrize(
     ("model", "several"),
-    # Attention of MLA has three, of grouped queries two, an MLP two; LongCat-Flash has two of each in a layer.
-    [("deepseek-v3", 61 * 3 + 61 * 2), ("qwen3-8b", 36 * 2 + 36 * 2), ("longcat-flash", 28 * 2 * 3 + 28 * 2 * 2)],
+    # Attention of MLA has three, of grouped queries and a delta net two, an MLP two; LongCat-Flash has two of each in a layer.
+    [
+        *(("deepseek-v3", 61 * 3 + 61 * 2), ("qwen3-8b", 36 * 2 + 36 * 2), ("longcat-flash", 28 * 2 * 3 + 28 * 2 * 2)),
+        *(("qwen3-next-80b-a3b", 48 * 2 + 48 * 2), ("kimi-linear-48b-a3b", 27 * 2 + 20 * 2 + 7 * 3)),
+    ],
 )
 def test_declared_layers_have_those_that_engines_make_of_them(model: str, several: int) -> None:
     found = [*registry.model(model).specs(published=True)]
@@ -99,15 +101,6 @@ def test_a_loaded_model_has_no_linears_but_those_that_were_read() -> None:
     assert not any(site.linear for site in plan(found, SM90, None, attrs.evolve(ENGINE, loaded=True)).sites)
 
 
-@pytest.mark.parametrize("engine", [None, Engine(name="vllm"), Engine.named("sglang")])
-def test_without_a_place_for_other_products_no_linear_is_a_site(
-    engine: Engine | None, specs: list[tuple[str, AnySpec]]
-) -> None:
-    made = plan(specs, SM90, FusionConfig.parse("all"), engine)
-    assert not any(site.linear for site in made.sites)
-    assert not any(made.concerns(fusion) for fusion in (PLAIN, BLOCKS, ROWS))
-
-
 def test_block_fp8_goes_with_quantised_fusions_and_the_rest_by_name(specs: list[tuple[str, AnySpec]]) -> None:
     quantised = [(layer, in_fp8(spec, INSIDE)) for layer, spec in specs]
     for config in (FusionConfig.parse("all"), FusionConfig()):  # by default as the quantised norms are
@@ -120,19 +113,29 @@ def test_block_fp8_goes_with_quantised_fusions_and_the_rest_by_name(specs: list[
             "the linear's weight is float8_e4m3fn, one scale per block of 128 x 128; few_token_linear reads bfloat16 or float16",
         )
     }
-    for fusions, why in (
-        ("add_rms_norm", "switched off"),
-        (f"-{BLOCKS}", "switched off"),
-        ("none", "none is on here"),
-    ):
+    elsewhere = plan(quantised, Target.named("sm100"), FusionConfig.parse("all"), ENGINE)
+    assert set(decided(elsewhere, BLOCKS).values()) == {("refused", ELSEWHERE)}
+    for fusions in ("add_rms_norm", f"-{BLOCKS}", "none"):
         off = plan(quantised, SM90, FusionConfig.parse(fusions), ENGINE)
-        assert {(kind, why in reason) for kind, reason in decided(off, BLOCKS).values()} == {("refused", True)}
+        why = f"{BLOCKS} is switched off by "
+        assert {(kind, reason.startswith(why)) for kind, reason in decided(off, BLOCKS).values()} == {("refused", True)}
     plain = plan(specs, SM90, FusionConfig.parse("all"), ENGINE)
     assert not plain.expected(PLAIN)
     named = plan(specs, SM90, FusionConfig.parse(f"+{PLAIN}"), attrs.evolve(ENGINE, experts="nobody sees them"))
     kinds = decided(named, PLAIN)
     assert {path for path, (kind, _) in kinds.items() if kind == "expected"} == {p for p in kinds if "shared" not in p}
     assert {reason for path, (_, reason) in kinds.items() if "shared" in path} == {"nobody sees them"}
+
+
+def test_large_weights_are_refused() -> None:
+    config = transformers.LlamaConfig(hidden_size=8192, num_hidden_layers=1, intermediate_size=28672, vocab_size=64)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    quantised = [(layer, in_fp8(spec, INSIDE)) for layer, spec in registry.specs_in(model)]
+    kinds = decided(plan(quantised, SM90, FusionConfig.parse("all"), ENGINE), BLOCKS)
+    kind, why = kinds["model.layers.0.mlp.down_proj"]
+    assert kind == "refused" and why.startswith("its weight is 8192 x 28672, and from ")
+    assert kinds["model.layers.0.self_attn.o_proj"][0] == "expected"
 
 
 def test_what_an_engine_keeps_is_refused_where_it_could_stand(specs: list[tuple[str, AnySpec]]) -> None:
@@ -307,7 +310,7 @@ def test_torchs_own_product_of_scaled_rows(
         ("sm90", "none", False),
         ("sm100", "all", False),
     ],
-)
+)  # fmt: skip
 def test_routed_experts_go_with_linears_in_blocks(arch: str, fusions: str, on: bool) -> None:
     """Where they were timed, for one token or two."""
     found = [*registry.model("deepseek-v3").specs(tp=8, published=True)]
@@ -359,19 +362,6 @@ def test_shared_experts_are_the_engines_where_wide_routed_ones_run_beside_them(e
         if each.site in shared and each.fusion == BLOCKS and each.tokens.first == 1
     }
     assert found == ({("refused", True)} if left else {("expected", False)})
-
-
-@pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize(("value", "in_turn"), [(None, False), ("0", False), ("1", True)])
-def test_vllms_switch_says_whether_shared_experts_run_beside_routed_ones(
-    value: str | None, in_turn: bool, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", raising=False)
-    if value is not None:
-        monkeypatch.setenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", value)
-    architectures = registry.model("deepseek-v3").architectures
-    engine = vllm_engine_of(architectures, target=SM90, enforce_eager=enforce_eager)
-    assert engine.shared_in_turn is in_turn
 
 
 def test_other_experts_are_not_applicable_and_what_an_engine_keeps_is_refused() -> None:

@@ -104,24 +104,18 @@ W4, W2 = torch.ones(4), torch.ones(2)
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (
-            (ONE, ONE, W2, W4, 1e-6, 1e-6),
-            r"q_weight must have shape \(4,\), the last dimension of q \(2, 4\); got \(2,\)",
-        ),
+        ((ONE, ONE, W2, W4, 1e-6, 1e-6), r"q_weight must have shape \(4,\), the last dimension of q \(2, 4\); got \(2,\)"),
         ((ONE, ONE, W4, W2, 1e-6, 1e-6), r"kv_weight must have shape \(4,\)"),
         ((ONE, ONE.half(), W4, W4, 1e-6, 1e-6), "kv is torch.float16, q is torch.float32"),
         ((ONE, ONE[:1], W4, W4, 1e-6, 1e-6), r"leading dimensions of q \(2,\), got \(1,\)"),
         ((ONE, ONE.to("meta"), W4, W4.to("meta"), 1e-6, 1e-6), "kv is on meta, q on cpu"),
         ((ONE, ONE, W4.to("meta"), W4, 1e-6, 1e-6), "q_weight is on meta, q on cpu"),
-        (
-            (ONE.int(), ONE, W4, W4, 1e-6, 1e-6),
-            "q must be one of torch.bfloat16, torch.float16, torch.float32, torch.float64, got torch.int32",
-        ),
+        ((ONE.int(), ONE, W4, W4, 1e-6, 1e-6), "q must be one of torch.bfloat16, torch.float16, torch.float32, torch.float64, got torch.int32"),
         ((ONE, ONE, W4, W4, 1e-6, -1.0), "kv_epsilon must be at least 0, got -1.0"),
         ((ONE, ONE, W4, W4, float("nan"), 1e-6), "q_epsilon must be at least 0, got nan"),
         ((torch.ones(()), ONE, W4, W4, 1e-6, 1e-6), "q needs at least one dimension, got a scalar"),
     ],
-)
+)  # fmt: skip
 def test_refusals_name_the_argument(args: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         mla_dual_rms_norm(*args)
@@ -177,14 +171,11 @@ def test_a_stand_in_is_taken_by_name_only(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture
-def spare_op() -> Iterator[Op]:
+def spare_op(_spare: None) -> Op:
     """An op of no library, so that a backend of it can be anything."""
     op = Op(name="spare_op", doc="", args=(Rows(name="x"),), results=(Like(name="y", of="x"),), reference=torch.neg)
     backends.register(Backend(op=op))
-    yield op
-    backends._backends.pop(op.name)
-    for key in [key for key in backends._chosen if key[0] == op.name]:
-        backends._chosen.pop(key)
+    return op
 
 
 def test_a_backend_that_cannot_be_loaded_is_passed_over(spare_op: Op) -> None:

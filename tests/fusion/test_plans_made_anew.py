@@ -17,7 +17,6 @@ from torch import nn
 
 from layerfuse import fusion
 from layerfuse.adapters.errors import MissingAttributeError
-from layerfuse.adapters.parallel import tensor_parallel
 from layerfuse.fusion import FusedModel, FusionConfig, FusionMissedError
 
 transformers = pytest.importorskip("transformers")
@@ -236,27 +235,6 @@ def test_a_layer_that_can_no_longer_be_read_is_named() -> None:
         call(fused)
 
 
-def test_how_layers_were_sharded_holds_for_later_readings_too() -> None:
-    """A wrapper that says nothing of its weight, put in outside of the block that says it for the layer."""
-
-    class Wrapper(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x)
-
-    model = qwen3()
-    with tensor_parallel(1):
-        fused = fusion.compile(model, strict=True)
-    call(fused)
-    for layer in model.model.layers:
-        layer.self_attn.o_proj = Wrapper(layer.self_attn.o_proj)
-    call(fused)
-    assert len(fused.report.of(ADD).matched) == 2
-
-
 def test_given_specs_stay() -> None:
     model = qwen3()
     given = fusion.compile(model).plan.specs
@@ -266,18 +244,6 @@ def test_given_specs_stay() -> None:
     call(fused)
     assert fused.plan.specs == given
     assert list(fused.report.of(ADD).missed) == ["model.layers.0:post_attention"]
-
-
-def test_a_model_that_shrinks_twice_is_planned_anew_each_time() -> None:
-    """The report holds uses of sites that no plan has any more."""
-    model = qwen3(layers=3)
-    fused = fusion.compile(model, strict=True)
-    call(fused)
-    for layers in (2, 1):
-        model.model.layers = model.model.layers[:layers]
-        model.config.num_hidden_layers = layers
-        model.config.layer_types = model.config.layer_types[:layers]
-        assert_as_planned_afresh(fused)
 
 
 def test_a_norm_of_a_norms_result_is_another_norm() -> None:

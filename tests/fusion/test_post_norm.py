@@ -68,19 +68,6 @@ def test_what_runs_is_what_the_plan_says(which: str) -> None:
     torch.testing.assert_close(logits, eager, atol=1e-5, rtol=1e-5)
 
 
-def test_read_as_norms_of_the_stream_they_are_promised_and_missed() -> None:
-    """What the plan says of such layers without the declaration, and why there is one."""
-    model = olmo("Olmo2")
-    names = {"input_norms": {"module": "post_attention_layernorm", "epsilon": "variance_epsilon"}}
-    names |= {"post_attention_norms": {**names["input_norms"], "module": "post_feedforward_layernorm"}}
-    specs = known("Olmo2", **names, added_as_given=const(True)).specs_in(model)
-    assert len(fusion.plan(specs, fusion.Target.named("cpu")).expected("add_rms_norm")) == 4
-    fused = fusion.compile(model, specs=specs)
-    with torch.no_grad():
-        fused(input_ids=IDS, use_cache=False)
-    assert set(fused.report.of("add_rms_norm").matched) == {"model:final"}
-
-
 def test_each_site_of_such_a_layer_has_the_reason() -> None:
     specs = known("Olmo2").specs_in(olmo("Olmo2"))
     planned = fusion.plan(specs, fusion.Target.named("gfx950"))
@@ -127,15 +114,6 @@ hidden_size = 64
 rms_norm_eps = 1e-6
 layers.full = {{ family = "gqa", num_heads = 4, num_kv_heads = 4, head_dim = 16, sliding_window = "off", has_sinks = false{more} }}
 """
-
-
-def test_an_entry_says_it_of_a_kind_of_layers() -> None:
-    (entry,) = files.parse(TABLE.format(more=', stream_norms = "none"')).values()
-    streams = [spec for _, spec in entry.specs() if isinstance(spec, ResidualSpec)]
-    assert {(spec.input_norms, spec.post_attention_norms, spec.added_as_given) for spec in streams} == {((), (), False)}
-    assert files.structure(files.unstructure({"mine": entry}), "again") == {"mine": entry}
-    (entry,) = files.parse(TABLE.format(more="")).values()
-    assert {len(spec.input_norms) for _, spec in entry.specs() if isinstance(spec, ResidualSpec)} == {1}
 
 
 def test_over_ranks_no_all_reduce_is_promised_behind_such_a_layer() -> None:

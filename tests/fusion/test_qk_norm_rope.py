@@ -12,9 +12,11 @@ import torch
 from fusion_support import TOLERANCE, LlamaNorm, gqa_spec, trace
 from helpers import in_turn
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from layerfuse.adapters.specs import GQASpec, NormSpec, RopeSpec
 from layerfuse.fusion import FusionConfig, Target, ops, plan
+from layerfuse.fusion.match.angles import _repeats
 
 FUSION = "qk_norm_rope"
 HEADS, KV_HEADS, WIDTH, HIDDEN = 4, 2, 16, 64
@@ -154,15 +156,12 @@ def test_positions_outside_the_tables(backend: str) -> None:
     [
         ({"cos": torch.ones(32, 9)}, r"cos must be \(positions, at most 8\)"),
         ({"sin": torch.ones(32, 4)}, "sin must be as wide as cos, 8 columns"),
-        (
-            {"positions": torch.zeros(2, dtype=torch.int64)},
-            "positions must have one number for each of the 3 tokens of q",
-        ),
+        ({"positions": torch.zeros(2, dtype=torch.int64)}, "positions must have one number for each of the 3 tokens of q"),
         ({"k": torch.ones(4, 2, 16).bfloat16()}, r"k must have the leading dimensions of q \(3,\)"),
         ({"pairs": "none"}, "pairs must be one of halves, interleaved, got none"),
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.skipif(DEVICE == "cuda", reason="the changes are on the CPU")
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -283,35 +282,27 @@ def test_the_norms_and_the_rope_become_one_op(form: str, dtype: torch.dtype) -> 
     assert "aten.rsqrt" not in text and "rotary_embedding" not in text
 
 
-def _read_twice(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
-    return *looked_up(q, k, positions, table), q * 2
+def written(turned: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    """Query and key, whose halves become what is given of both, cos and sin."""
+
+    def turn(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
+        cos, sin = (each.unsqueeze(-2) for each in table[positions].chunk(2, -1))
+        return tuple(torch.cat(turned(*x.chunk(2, -1), cos, sin), -1) for x in (q, k))
+
+    return turn
 
 
 def _inside_read(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
     cos, sin = (each.unsqueeze(-2) for each in table[positions].chunk(2, -1))
-    turned = k[..., : WIDTH // 2] * cos
-    other = (
-        halves(q, cos, sin),
-        torch.cat([turned - k[..., WIDTH // 2 :] * sin, k[..., WIDTH // 2 :] * cos + k[..., : WIDTH // 2] * sin], -1),
-    )
-    return *other, turned
+    one, other = k.chunk(2, -1)
+    turned = one * cos
+    return halves(q, cos, sin), torch.cat([turned - other * sin, other * cos + one * sin], -1), turned
 
 
 def _turned_back(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
     cos, sin = (each.unsqueeze(-2) for each in table[positions].chunk(2, -1))
     back = -sin
     return halves(q, cos, back), halves(k, cos, back)
-
-
-def _back(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
-    """The inverse rotation, written out."""
-    cos, sin = (each.unsqueeze(-2) for each in table[positions].chunk(2, -1))
-
-    def turn(x: Tensor) -> Tensor:
-        one, other = x.chunk(2, -1)
-        return torch.cat([one * cos + other * sin, other * cos - one * sin], -1)
-
-    return turn(q), turn(k)
 
 
 def _other_positions(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
@@ -332,77 +323,28 @@ def _each_head(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
 
 def _interleaved(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
     cos, sin = (each.unsqueeze(-2) for each in table[positions].chunk(2, -1))
-
-    def turn(x: Tensor) -> Tensor:
-        one, other = x[..., ::2], x[..., 1::2]
-        return torch.stack([one * cos - other * sin, other * cos + one * sin], -1).flatten(-2)
-
-    return turn(q), turn(k)
+    pairs = ((x[..., ::2], x[..., 1::2]) for x in (q, k))
+    return tuple(torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2) for a, b in pairs)
 
 
-def _not_turned(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
-    return q * 1.5, k * 1.5
-
-
-def _doubled(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
-    return looked_up(q + q, k + k, positions, table)
-
-
-def _cos_twice(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
-    cos, sin = (each.unsqueeze(-2) for each in table[positions].chunk(2, -1))
-
-    def turn(x: Tensor) -> Tensor:
-        one, other = x.chunk(2, -1)
-        return torch.cat([one * cos + one * cos - other * sin, other * cos + other * cos + one * sin], -1)
-
-    return turn(q), turn(k)
-
-
-def _two_cosines(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
-    cos, sin = (each.unsqueeze(-2) for each in table[positions].chunk(2, -1))
-
-    def turn(x: Tensor) -> Tensor:
-        one, other = x.chunk(2, -1)
-        return torch.cat([one * cos + one * cos.flip(0) - other * sin, other * cos + one * sin], -1)
-
-    return turn(q), turn(k)
-
-
-def _sin_twice(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
-    cos, sin = (each.unsqueeze(-2) for each in table[positions].chunk(2, -1))
-
-    def turn(x: Tensor) -> Tensor:
-        one, other = x.chunk(2, -1)
-        return torch.cat([one * cos - (other * sin + other * sin), other * cos + one * sin], -1)
-
-    return turn(q), turn(k)
-
-
+NO_PART = "is no part of a rope of"
 REFUSED: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
-    "the norm has other readers": (_read_twice, "is no part of a rope of", {}),
-    "an intermediate is a result": (_inside_read, "is no part of a rope of", {}),
+    "the norm has other readers": (lambda q, *rest: (*looked_up(q, *rest), q * 2), NO_PART, {}),
+    "an intermediate is a result": (_inside_read, NO_PART, {}),
     "sin is negated": (_turned_back, "cos is looked up by", {}),
-    "it turns back": (_back, "is no part of a rope of", {}),
+    "it turns back": (written(lambda a, b, cos, sin: (a * cos + b * sin, b * cos - a * sin)), NO_PART, {}),
     "query and key are turned differently": (_other_positions, "are not turned by the same cos and sin", {}),
     "cos differs between halves": (_each_half, "nothing tells that both halves of", {}),
     "cos differs between heads": (_each_head, "has no angles of its own for each token", {}),
-    "interleaved, written out": (_interleaved, "is no part of a rope of", {"interleaved": True}),
-    "a head is added to itself": (_doubled, "is no part of a rope of", {}),
-    "cos is added twice": (_cos_twice, "is no part of a rope of", {}),
-    "two cosines are added": (_two_cosines, "is no part of a rope of", {}),
-    "sin is subtracted twice": (_sin_twice, "is no part of a rope of", {}),
-    "nothing is turned": (_not_turned, "is no part of a rope of", {}),
-    "as many columns as the spec says not": (
-        partly,
-        "turns 8 columns, halves; the spec says of 16 columns, halves",
-        {},
-    ),
-    "in pairs that the spec says not": (
-        interleaved_op,
-        "turns 16 columns, interleaved; the spec says of 16 columns, halves",
-        {},
-    ),
-}
+    "interleaved, written out": (_interleaved, NO_PART, {"interleaved": True}),
+    "a head is added to itself": (lambda q, k, *rest: looked_up(q + q, k + k, *rest), NO_PART, {}),
+    "cos is added twice": (written(lambda a, b, cos, sin: (a * cos + a * cos - b * sin, b * cos + b * cos + a * sin)), NO_PART, {}),
+    "two cosines are added": (written(lambda a, b, cos, sin: (a * cos + a * cos.flip(0) - b * sin, b * cos + a * sin)), NO_PART, {}),
+    "sin is subtracted twice": (written(lambda a, b, cos, sin: (a * cos - (b * sin + b * sin), b * cos + a * sin)), NO_PART, {}),
+    "nothing is turned": (lambda q, k, *rest: (q * 1.5, k * 1.5), NO_PART, {}),
+    "as many columns as the spec says not": (partly, "turns 8 columns, halves; the spec says of 16 columns, halves", {}),
+    "in pairs that the spec says not": (interleaved_op, "turns 16 columns, interleaved; the spec says of 16 columns, halves", {}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -444,14 +386,11 @@ def test_tokens_that_are_turned_in_another_order_than_they_are_normed(shape: tup
     ("change", "reason"),
     [
         ({"rope": None}, "nothing says how the heads of this layer are turned"),
-        (
-            {"rope": RopeSpec(width=0, interleaved=False, attention_scaling=1.0)},
-            "the heads of this layer are not turned",
-        ),
+        ({"rope": RopeSpec(width=0, interleaved=False, attention_scaling=1.0)}, "the heads of this layer are not turned"),
         ({"shares_kv": True}, "it reads the keys of an earlier layer"),
     ],
     ids=["unsaid", "none", "another layer's keys"],
-)
+)  # fmt: skip
 def test_a_layer_without_a_known_rope_is_left_alone(change: dict[str, Any], reason: str) -> None:
     made = plan([("", attrs.evolve(spec(), **change))], Target.named("sm90"))
     (decision,) = made.at("qk")
@@ -488,3 +427,24 @@ def test_qwen3_of_transformers(batch: int) -> None:
     assert traced.after[0].count(f"layerfuse.{FUSION}") == 2
     with torch.no_grad():
         torch.testing.assert_close(traced.output.logits, model(ids, use_cache=False).logits, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("twice", "same"),
+    [
+        (lambda x, y: torch.cat([x, x], -1).cos(), True),
+        (lambda x, y: torch.cat([x, x], 1).neg(), True),
+        (lambda x, y: x[:, None].expand(3, 2, 4).reshape(3, 8) * 0.5, True),
+        (lambda x, y: torch.cat([x, y], -1), False),
+        (lambda x, y: torch.cat([x[:, :3], x[:, :3]], -1), False),
+        (lambda x, y: torch.cat([x, x, x[:, :0]], -1), False),
+        (lambda x, y: torch.cat([torch.cat([x, x], -1)] * 2), False),
+        (lambda x, y: x[:, None].expand(3, 4, 4).reshape(3, 16), False),
+        (lambda x, y: y, False),
+    ],
+)
+def test_columns_that_repeat_are_known(twice: Callable[..., Tensor], same: bool) -> None:
+    """Before Inductor too, which expands what is put beside itself."""
+    graph = make_fx(twice, tracing_mode="fake")(torch.rand(3, 4), torch.rand(3, 4)).graph
+    (result,) = graph.find_nodes(op="output")[0].args
+    assert _repeats(result, 4) is same

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_support import HIDDEN, NORMS, TOLERANCE, FusedProjection, Q, mla_spec, trace, with_modules
+from fusion_support import HIDDEN, NORMS, TOLERANCE, FusedProjection, Q, trace
 from helpers import in_turn
 from quant_support import (
     CPU_FNUZ,
@@ -125,15 +125,6 @@ def test_one_graph_serves_every_token_count(form: str, shape: Any) -> None:
     assert "float8_e4m3fn[s" in traced.after[0]
 
 
-@pytest.mark.parametrize("form", ["vllm, per token", "vllm, groups", "sglang, groups", "canonical, groups"])
-def test_batches_and_tokens_may_both_vary(form: str) -> None:
-    quantise, quant = FORMS[form]
-    x = torch.randn(2, 3, HIDDEN)
-    torch._dynamo.mark_dynamic(x, 0)
-    torch._dynamo.mark_dynamic(x, 1)
-    assert_fused(QuantisedTwo(quantise), x, quant)
-
-
 @pytest.mark.parametrize("form", [form for form, (_, quant) in FORMS.items() if "column" in quant])
 @pytest.mark.parametrize("rows", [0, 1])
 def test_a_single_token_lies_row_by_row_and_column_by_column(form: str, rows: int) -> None:
@@ -233,30 +224,6 @@ def test_two_equal_quantisations_are_one() -> None:
     assert traced.fused == 1
     a, a_scales, _, b, b_scales = traced.output
     assert torch.equal(a.float(), b.float()) and torch.equal(a_scales, b_scales)
-
-
-class Stack(nn.Module):
-    def __init__(self, *quantise: Any) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Quantised(each) for each in quantise)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return tuple(part for layer in self.layers for part in layer(x))
-
-
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("by_weight", [True, False])
-def test_each_layer_gets_its_own(by_weight: bool, named: bool) -> None:
-    given = [with_modules(mla_spec(i)) if named else mla_spec(i) for i in range(3)]
-    specs = [(f"layers.{i}", spec) for i, spec in enumerate(given)]
-    model = Stack(sglang_group, vllm_group, canonical_group)
-    traced = trace_quantised(model, torch.randn(5, HIDDEN), "group128", specs=specs, by_weight=by_weight)
-    assert traced.fused == 3
-    assert traced.report.of(fusion_of("group128")).matched == (
-        "layers.0:latents",
-        "layers.1:latents",
-        "layers.2:latents",
-    )
 
 
 @pytest.mark.parametrize(

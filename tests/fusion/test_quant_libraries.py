@@ -5,7 +5,6 @@ torchao and compressed-tensors are not requirements of the tests; where they are
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,38 +81,6 @@ def test_torchao_per_row() -> None:
     assert_answers_alike(model, fused)
     assert fused.report.of(ROWS).last_call == len(linears(model)) - 2, str(fused.report)
     assert not any(record.others for record in fused.report.records)
-
-
-@pytest.mark.usefixtures("_op_by_op")
-@pytest.mark.parametrize("scheme", ["dynamic", "static"])
-def test_transformers_own_fp8_linear_quantises_inside_its_kernel(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`FP8Linear` hands the 16-bit norm to one kernel, so there is nothing to fuse: each site says so."""
-    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    model = deepseek()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and name != "lm_head":
-                sizes = (child.in_features, child.out_features)
-                linear = finegrained.FP8Linear(*sizes, block_size=(128, 128), activation_scheme=scheme)
-                linear.weight = nn.Parameter(child.weight.to(FP8), requires_grad=False)
-                linear.weight_scale_inv = nn.Parameter(torch.ones(-(-sizes[1] // 128), -(-sizes[0] // 128)))
-                setattr(parent, name, linear.requires_grad_(False))
-
-    @torch.library.custom_op("layerfuse_tests::fp8_matmul", mutates_args=())
-    def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x @ weight.to(x.dtype).T
-
-    matmul.register_fake(lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
-    # The kernel is downloaded from the hub and needs a GPU.
-    kernel = SimpleNamespace(matmul=lambda x, weight, *_, **__: matmul(x, weight))
-    monkeypatch.setattr(finegrained, "load_finegrained_fp8_kernel", lambda: kernel)
-    fused = compiled(model)
-    assert_answers_alike(model, fused)
-    name = "group" if scheme == "dynamic" else "static"
-    verdict = fused.report.of(f"add_rms_norm_{name}_quant")
-    assert verdict.matched == () and set(verdict.missed) == set(sites(model, 2)[1:])
-    assert all("nothing quantises the result" in reason for reason in verdict.missed.values())
-    assert set(sites(model, 2)[1:]) <= set(fused.report.of("add_rms_norm").fallback)
 
 
 @pytest.mark.usefixtures("_op_by_op")

@@ -66,11 +66,8 @@ FORMS = {
     "vLLM IR, per token": (lambda x: IR.dynamic_quant_fp8(x, True, FP8), "per_token"),
     "vLLM IR, groups": (lambda x: IR.dynamic_group_quant_fp8(x, [1, 128], False, False, FP8), "group128"),
     "vLLM IR, powers of two": (lambda x: IR.dynamic_group_quant_fp8(x, [1, 64], False, True, FP8), "group64,ue8m0"),
-    "each group as a row": (
-        lambda x: tuple(y.view(3, -1) for y in VLLM.rocm_aiter_per_token_quant(x.view(-1, 128), FP8)),
-        "group128",
-    ),
-}
+    "each group as a row": (lambda x: tuple(y.view(3, -1) for y in VLLM.rocm_aiter_per_token_quant(x.view(-1, 128), FP8)), "group128"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -85,28 +82,16 @@ def test_fused(form: str) -> None:
 @pytest.mark.parametrize(
     ("quantise", "quant", "reason"),
     [
-        (
-            lambda x: VLLM.rocm_aiter_per_token_quant(x, FP8, x[:, :1]),
-            "per_token",
-            "its scale is given, not taken from the values",
-        ),
+        (lambda x: VLLM.rocm_aiter_per_token_quant(x, FP8, x[:, :1]), "per_token", "its scale is given, not taken from the values"),
         (lambda x: IR.dynamic_quant_fp8(x, False, FP8), "per_token", "it has one scale for the whole tensor"),
         (lambda x: IR.dynamic_quant_fp8(x, True, FP8, x[:1, 0]), "per_token", "it bounds its scale or pads its rows"),
         (lambda x: IR.dynamic_quant_fp8(x, True, FP8, None, 17), "per_token", "it bounds its scale or pads its rows"),
-        (
-            lambda x: IR.dynamic_group_quant_fp8(x, [1, 128], False, False, FP8, 4),
-            "group128",
-            "its groups span rows, or its scales are padded",
-        ),
-        (
-            lambda x: IR.dynamic_group_quant_fp8(x, [128, 128], False, False, FP8),
-            "group128",
-            "its groups span rows, or its scales are padded",
-        ),
+        (lambda x: IR.dynamic_group_quant_fp8(x, [1, 128], False, False, FP8, 4), "group128", "its groups span rows, or its scales are padded"),
+        (lambda x: IR.dynamic_group_quant_fp8(x, [128, 128], False, False, FP8), "group128", "its groups span rows, or its scales are padded"),
         (lambda x: VLLM.rocm_aiter_group_fp8_quant(x, 64), "group128", "the graph quantises groups of 64"),
         (lambda x: (*VLLM.rocm_aiter_group_fp8_quant(x, 64), x), "group128", "the graph quantises groups of 64"),
     ],
-)
+)  # fmt: skip
 def test_not_fused(quantise: Callable[..., Any], quant: str, reason: str) -> None:
     text, pipeline = run(quantise, quant)
     assert "layerfuse.mla_dual_rms_norm.default" in text and fusion_of(quant) not in text

@@ -1,6 +1,6 @@
 """The all-reduce in front of a residual add, in graphs: what is found, and what only looks like it, with its reason.
 
-No rank is there but this one, and no number is looked at: `test_reduced_ranks` does that.
+No rank is there but this one, and no number is looked at: `test_all_reduce_ranks` and `test_reduced_models` do that.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import pad
 
 from layerfuse.fusion import FUSIONS, FusionConfig, Target, plan
+from layerfuse.fusion.chain import TokenLimit
 from layerfuse.fusion.dynamo_floats import floats_as_constants
-from layerfuse.fusion.limits import TokenLimit
 from layerfuse.fusion.rewrite import Pipeline
 
 
@@ -78,12 +78,6 @@ def test_several_all_reduces_become_one_sum_on_each_rank(over: Over) -> None:
 )
 def test_forms(quant: str | None, reads: Any, form: str, over: Over) -> None:
     assert form_of(traced(FORMS["routed_and_shared"], over, quant, reads=reads)) == f"{REDUCED}_{form}"
-
-
-def test_a_group_of_its_own(over: Over) -> None:
-    assert over.other != over.group
-    (text,) = traced(FORMS["functional"], over._replace(group=over.other)).after
-    assert f", {over.other}, 0.0)" in text
 
 
 # ---- left alone
@@ -301,28 +295,6 @@ def test_vllm_names_its_groups_itself(monkeypatch: pytest.MonkeyPatch, over: Ove
     assert "vllm.all_reduce" not in text and f", {coordinator.device_group.group_name}, 0.0)" in text
 
 
-@op("sglang::outplace_all_reduce(Tensor tensor, str group_name, str outplace_all_reduce_method) -> Tensor")
-def outplace_all_reduce(tensor: Tensor, _group: str, _how: str) -> Tensor:
-    return tensor.clone()
-
-
-torch.library.register_fake(
-    "sglang::outplace_all_reduce", lambda tensor, _group, _how: torch.empty_like(tensor), allow_override=True
-)
-
-
-def test_sglangs_op(monkeypatch: pytest.MonkeyPatch, over: Over) -> None:
-    coordinator = Coordinator(dist.new_group([0, 1]))
-    state = SimpleNamespace(_groups={"tp:0": weakref.ref(coordinator)})
-    monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", state)
-
-    def stream(part: Tensor, residual: Tensor, _over: Over) -> Tensor:
-        return residual + torch.ops.sglang.outplace_all_reduce(part, "tp:0", "auto")
-
-    (text,) = traced(stream, over).after
-    assert "sglang." not in text and f", {coordinator.device_group.group_name}, 0.0)" in text
-
-
 @pytest.mark.parametrize("how", ["vllm_ir", "_C"])
 def test_vllms_norms_that_add(how: str, monkeypatch: pytest.MonkeyPatch, over: Over) -> None:
     coordinator = Coordinator(dist.group.WORLD)
@@ -383,15 +355,12 @@ def test_a_graph_beyond_the_range_of_a_decision_takes_the_shorter_chain(
     assert ("beyond its tokens: layer:input" in str(verdict)) is bool(said)
 
 
-@pytest.mark.parametrize("by_weight", [True, False])
-def test_beyond_the_range_with_no_shorter_chain_nothing_is_missed(
-    by_weight: bool, over: Over, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beyond_the_range_with_no_shorter_chain_nothing_is_missed(over: Over, monkeypatch: pytest.MonkeyPatch) -> None:
     limited = attrs.evolve(FUSIONS[REDUCED], limit=lambda *_: TokenLimit(most=4, reason="the plain all-reduce"))
     monkeypatch.setitem(FUSIONS._all(), REDUCED, limited)
     alone = FusionConfig(switches={"add_rms_norm": False})
     module, given = Layer(Joined(FORMS["functional"], over)), [each.view(1, 5, -1) for each in rows()]
-    found = trace(module, *given, specs=[("layer", sharded_spec())], config=alone, by_weight=by_weight)
+    found = trace(module, *given, specs=[("layer", sharded_spec())], config=alone)
     assert [(use.fused, use.tokens) for record in found.report.records for use in record.uses] == [(None, 5)]
     assert SITE not in found.report.of(REDUCED).missed
 
@@ -427,12 +396,3 @@ def test_a_group_of_another_kind_by_its_description(desc: str, kind: str | None,
     else:
         assert f"({desc}), which is {kind}-parallel by its description" in missed(found)
         assert form_of(found) == "add_rms_norm"
-
-
-def test_an_all_reduce_in_another_graph(over: Over) -> None:
-    given = [each.view(1, 5, -1) for each in rows()]
-    found = run(
-        Joined(lambda part, residual, _: part + residual, over), None, *given, specs=[("layer", sharded_spec())]
-    )
-    assert missed(found).startswith("nothing is reduced in front of the add: ")
-    assert "both are inputs of the graph: it is in another one" in missed(found)

@@ -135,7 +135,7 @@ def test_tokens_flattened_for_the_quantisation(
         (lambda s: pad(s.t(), (2, 0)).t()[:6], "group128,tma_aligned", "has the scales row by row"),
         (lambda s: pad(s.t(), (0, 2)).t()[1:7], "group128,tma_aligned", "has the scales row by row"),
     ],
-)
+)  # fmt: skip
 def test_another_layout(lay_out: Any, quant: str, reason: str) -> None:
     traced, module, given = traced_with(lay_out, quant)
     assert reason in traced.report.of(GROUP).missed[SITE]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,34 +157,6 @@ def test_a_final_norm_of_any_name_is_named(norm: Callable[[], nn.Module], in_a_h
         assert unknown(Model(known(), norm())) == {"": "last"}
 
 
-class Two(Model):
-    """With a norm that names tell to be the final one, and another."""
-
-    def __init__(self) -> None:
-        super().__init__(known(), Scale())
-        self.norm = qwen3.Qwen3RMSNorm(64)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        rope = self.rotary(x, torch.arange(x.shape[1])[None])
-        for layer in self.layers:
-            x = layer(x, rope)
-        return self.last(x) + self.norm(x)
-
-
-def test_of_two_norms_beside_the_layers_both_are_named() -> None:
-    fused = fusion.compile(Two().eval())
-    with torch.no_grad():
-        fused(IDS)
-    found = fused.report.all_unknown()
-    assert [*found] == [""]
-    assert found[""].startswith(
-        f"RMS norms of its residual stream: last; {__name__}:Two as FinalNormSpec: its norm stands"
-    )
-    with pytest.raises(FusionMissedError, match=r"stream: last; .*: its norm stands beside"):
-        fused.report.check_call()
-
-
 @pytest.mark.parametrize(("layer", "dtype"), in_turn([Own, Flat], [torch.float32, torch.bfloat16]))
 def test_the_norms_of_ones_own_decoder_layers_are_named(layer: type[Own], dtype: torch.dtype) -> None:
     model = Model([layer(Scale), layer(Scale)], Scale()).to(dtype)
@@ -298,24 +269,6 @@ def test_what_an_adapter_ignores_is_left_alone() -> None:
     assert unknown(Model([Bare(), Bare()], Scale()), registry=made) == {}
 
 
-def test_a_projection_with_an_adapter_in_front_of_the_norm_of_known_attention() -> None:
-    """A sum with a norm of the stream's width behind it, inside of what is read."""
-    one_head = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**CONFIG.to_dict(), **one_head})).eval()
-
-    class Adapted(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + x @ self.more
-
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.__class__ = Adapted
-        layer.self_attn.q_proj.more = nn.Parameter(torch.randn(64, 64))
-    with torch.no_grad():
-        fused = fusion.compile(model)
-        fused(IDS, use_cache=False)
-    assert fused.report.to_dict()["unknown"] == {}
-
-
 # ---- a site's own norm in no known form
 
 
@@ -353,24 +306,3 @@ def test_a_norm_in_no_known_form_is_missed_for_that(norm: type[Scale]) -> None:
     missed = fused.report.of("add_rms_norm").missed
     assert list(missed) == ["model.layers.0:post_attention"]
     assert all("known form" in why for why in missed.values()), missed
-
-
-def test_weights_of_linears_are_no_norms_where_specs_do_not_say_their_modules() -> None:
-    """After a graph break the linears of a layer are in a graph without its norms."""
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**CONFIG.to_dict(), **ONE})).eval()
-    specs = []
-    for path, spec in registry.specs_in(model):
-        norms = {
-            field.name: tuple(attrs.evolve(norm, module=None) for norm in getattr(spec, field.name))
-            for field in attrs.fields(type(spec))
-            if field.name in ("input_norms", "post_attention_norms")
-        }
-        specs.append((path, attrs.evolve(spec, **norms)))
-    for layer in model.model.layers:
-        layer.mlp.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
-    fused = fusion.compile(model, specs=specs)
-    with torch.no_grad():
-        fused(IDS, use_cache=False)
-    assert fused.report.graphs > 1
-    missed = fused.report.of("add_rms_norm").missed
-    assert not [why for why in missed.values() if "its weight is read by" in why], missed

@@ -90,7 +90,8 @@ def test_without_process_groups() -> None:
 def test_workspaces_go_with_their_group(group: str) -> None:
     """And with them the functions that launch on them."""
     pytest.importorskip("triton")
-    from layerfuse.fusion.backends.symm_mem import function_of, workspaces
+    from layerfuse.fusion.backends.symm_mem import workspaces
+    from layerfuse.fusion.backends.symm_mem.functions import function_of
     from layerfuse.fusion.backends.symm_mem.launch import Layout, Workspace
 
     def used() -> weakref.ref[torch.Tensor]:
@@ -98,7 +99,8 @@ def test_workspaces_go_with_their_group(group: str) -> None:
         x, buffer = torch.ones(0, 64), torch.zeros(64, dtype=torch.uint8)
         addresses, phases = torch.zeros(2, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
         layout = Layout(rank=0, world_size=2, shots=1, most=4, row_bytes=256, item=4, resident=4)
-        workspaces.keep(own.group_name, x, Workspace(layout, 4, addresses, phases, phases[:1], buffer, {}))
+        side = Workspace(layout, 4, addresses, phases, phases[:1], buffer, {})
+        workspaces._ready[own] = {workspaces._key(x): (side,)}
         function_of(OP)(x, x, torch.ones(64), 1e-6, own.group_name, 0.0)
         assert own.group_name != group
         dist.destroy_process_group(own)

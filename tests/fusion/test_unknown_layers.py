@@ -46,6 +46,15 @@ def test_unknown_attention_is_in_the_report(model: torch.nn.Module) -> None:
         compiled.report.check()
 
 
+def test_classes_that_differ_by_a_number_are_each_named() -> None:
+    unknown = {"layers.0.attn": "m:Attention_1", "layers.1.attn": "m:Attention_2", "layers.2.attn": "m:Attention_2"}
+    report = Report(fusion.plan([], fusion.Target.named("cpu")))
+    report.unknown = unknown
+    for text in (str(FusionMissedError({}, unknown)), str(report)):
+        assert "layers.0.attn: " in text and "m:Attention_1" in text
+        assert "layers.1.attn and 1 more: " in text and "m:Attention_2" in text
+
+
 class _Tolerant(registry.Registry):
     """The default registry, asked only for attention: what is under test is what becomes of the unknown."""
 

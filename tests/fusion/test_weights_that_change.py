@@ -170,25 +170,6 @@ def test_one_parameter_through_which_every_layer_is_loaded(leaves: bool) -> None
     assert_counted(compiled(model), calls=2)
 
 
-def test_modules_that_are_replaced_by_equal_ones() -> None:
-    fused = compiled(Layers())
-    for layer in fused.original.layers:
-        layer.q_norm, layer.kv_norm = LlamaNorm(Q), LlamaNorm(KV)
-    assert_counted(fused, calls=2)
-    fused.original.layers[1] = Layer()
-    assert_counted(fused, calls=2)
-
-
-def test_norms_that_two_layers_change_or_share() -> None:
-    """Every weight stays in its module."""
-    fused = compiled(Layers())
-    first, second, _ = fused.original.layers
-    first.q_norm, second.q_norm = second.q_norm, first.q_norm
-    assert_counted(fused, calls=2)
-    second.kv_norm = first.kv_norm
-    assert_counted(fused, calls=2)
-
-
 def test_a_layer_of_torchscript_is_named() -> None:
     """Its modules hold what they have in no dict."""
     fused = compiled(Layers())

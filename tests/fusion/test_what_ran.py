@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_support import HIDDEN, CanonicalNorm, FusedProjection, LlamaNorm, TwoProjections, mla_spec
+from fusion_support import HIDDEN, CanonicalNorm, FusedProjection, TwoProjections, mla_spec
 from torch import nn
 
-from layerfuse import fusion
-from layerfuse.adapters.specs import WHOLE, NormSpec, ResidualSpec
+from layerfuse import GQASpec, fusion, registry
 from layerfuse.fusion import FusedModel, FusionMissedError
 
 transformers = pytest.importorskip("transformers")
@@ -103,33 +102,6 @@ def test_a_layer_called_twice_in_one_forward() -> None:
     assert fused.report.of(DUAL).compiled == 4
 
 
-def test_a_layer_that_the_model_holds_three_times() -> None:
-    layer = TwoProjections()
-    fused = fusion.compile(Layers([layer, layer, layer]), specs=specs(1), strict=True)
-    with torch.no_grad():
-        fused(X)
-    assert_agree(fused, {DUAL: 1}, {DUAL: 3}, X)
-
-
-def test_an_attention_shared_by_two_decoder_layers() -> None:
-    model = deepseek(2)
-    model.model.layers[1].self_attn = model.model.layers[0].self_attn
-    fused = fusion.compile(model, strict=True)
-    call(fused)
-    # The shared attention says that it is layer 0's; where the stream starts is told by the layers' places.
-    assert_agree(fused, {DUAL: 1, ADD: 4}, {DUAL: 2, ADD: 4}, **IDS)
-
-
-def test_a_decoder_layer_used_three_times() -> None:
-    model = deepseek(1)
-    model.model.layers = nn.ModuleList([model.model.layers[0]] * 3)
-    model.config.num_hidden_layers = 3
-    fused = fusion.compile(model)
-    torch.testing.assert_close(call(fused), call(model), rtol=1e-5, atol=1e-5)
-    assert fused.report.of(DUAL).last_call == 3
-    assert fused.report.of(DUAL).complete
-
-
 def test_a_layer_appended_after_compile() -> None:
     model = deepseek(1)
     fused = fusion.compile(model, strict=True)
@@ -202,27 +174,6 @@ def test_twelve_lengths_without_dynamic_shapes() -> None:
     assert fused.report.of(DUAL).complete
 
 
-def test_the_ninth_model_of_one_class() -> None:
-    held = []
-    for i in range(9):
-        fused = fusion.compile(Layers([TwoProjections(torch_norm_of(i))]), specs=specs(1, **eps_of(i)), strict=True)
-        held.append(fused)
-        if i < 8:
-            with torch.no_grad():
-                fused(X)
-        else:
-            with torch.no_grad(), pytest.raises(FusionMissedError, match="limit of 8"):
-                fused(X)
-
-
-def torch_norm_of(i: int) -> Any:
-    return lambda width, epsilon=1e-6: LlamaNorm(width, 1e-6 * (i + 1))
-
-
-def eps_of(i: int) -> dict[str, float]:
-    return {"epsilon": 1e-6 * (i + 1)}
-
-
 # ---- what is kept out of compilation ---------------------------------------------------------------------------------
 
 
@@ -241,20 +192,6 @@ def test_a_disabled_attention() -> None:
     assert list(fused.report.of(DUAL).missed) == ["model.layers.1.self_attn:latents"]
     # After the break, layer 0 may run the graph of layer 1, in which the residual add is expected and missed.
     assert "model.layers.0:input" not in audit.missed[ADD]
-
-
-def test_disabled_decoder_layers() -> None:
-    model = deepseek(3)
-    for i in (0, 2):
-        model.model.layers[i].forward = torch.compiler.disable(model.model.layers[i].forward)
-    fused = fusion.compile(model)
-    call(fused)
-    verdict = fused.report.of(DUAL)
-    assert verdict.matched == ("model.layers.1.self_attn:latents",)
-    assert all("torch.compiler.disable" in why for why in verdict.missed.values())
-    with torch.no_grad():
-        audit = fused.audit(**IDS)
-    assert audit.fusions[DUAL].profiled == audit.fusions[DUAL].counted == 1
 
 
 def test_a_stance_and_a_switch_after_a_good_call() -> None:
@@ -305,18 +242,6 @@ def test_a_recompilation_that_loses_the_fusion() -> None:
 # ---- specs, weights and shapes that are not as usual (findings 3, 4, 7 and 20) ---------------------------------------
 
 
-def test_two_specs_of_one_layer() -> None:
-    norm = NormSpec(width=HIDDEN, epsilon=1e-6)
-    residual = ResidualSpec(
-        hidden_size=HIDDEN, layer_index=1, parallel=WHOLE, input_norms=(norm,), post_attention_norms=(norm,)
-    )
-    made = fusion.plan([("layers.0", residual), ("layers.0", mla_spec(1))], fusion.Target.named("cpu"))
-    roles = ["input", "post_attention", "latents"]
-    assert [site.name for site in made.sites] == [f"layers.0:{role}" for role in roles]
-    with pytest.raises(ValueError, match="several MLASpec"):
-        fusion.plan([("layers.0", mla_spec()), ("layers.0", mla_spec())], fusion.Target.named("cpu"))
-
-
 @pytest.mark.parametrize("placed", [[mla_spec()], [("", mla_spec())], [("layers.0", mla_spec())]])
 def test_specs_without_a_path_or_with_that_of_the_whole_model(placed: list[Any]) -> None:
     whole = placed[0][0] == "" if isinstance(placed[0], tuple) else False
@@ -342,24 +267,6 @@ def test_what_the_op_itself_refuses_is_a_reason() -> None:
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     (reason,) = fused.report.of(DUAL).missed.values()
     assert "q has stride" in reason and "q.contiguous()" in reason
-
-
-def test_tied_norm_weights() -> None:
-    model = deepseek(2)
-    first, second = model.model.layers
-    second.self_attn.q_a_layernorm.weight = first.self_attn.q_a_layernorm.weight
-    second.input_layernorm.weight = first.input_layernorm.weight
-    fused = fusion.compile(model, strict=True)
-    torch.testing.assert_close(call(fused), call(model), rtol=1e-5, atol=1e-5)
-    assert_agree(fused, {DUAL: 2, ADD: 4}, {DUAL: 2, ADD: 4}, **IDS)
-
-
-def test_one_norm_module_of_two_layers() -> None:
-    model = deepseek(2)
-    model.model.layers[1].input_layernorm = model.model.layers[0].post_attention_layernorm
-    fused = fusion.compile(model, strict=True)
-    torch.testing.assert_close(call(fused), call(model), rtol=1e-5, atol=1e-5)
-    assert_agree(fused, {DUAL: 2, ADD: 4}, {DUAL: 2, ADD: 4}, **IDS)
 
 
 # ---- the module that comes back (finding 6) --------------------------------------------------------------------------
@@ -509,14 +416,6 @@ def test_a_fused_model_inside_another_is_refused() -> None:
 # ---- graphs that sibling layers share
 
 
-def test_a_miss_in_a_shared_graph_is_of_the_layer_that_ran_it() -> None:
-    model = deepseek(2)
-    model.model.layers[0].self_attn.q_a_layernorm.register_forward_hook(lambda *_: print(end=""))
-    with torch.no_grad():
-        missed = fusion.compile(model).audit(**IDS).missed[DUAL]
-    assert all("norm only" in missed[f"model.layers.{i}.self_attn:latents"] for i in range(2))
-
-
 def test_sharded_by_fsdp(tmp_path: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -554,3 +453,32 @@ def test_an_audit_of_a_model_that_compiles_at_every_call_says_so() -> None:
         audit = fused.audit(X)
     assert audit.compiled
     assert "while compiling" in audit.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("GPT2LMHeadModel", lambda: transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=64)),
+        ("BloomForCausalLM", lambda: transformers.BloomConfig(n_layer=2, hidden_size=64, n_head=4, vocab_size=64)),
+    ],
+)
+def test_where_no_fusion_can_stand_plan_report_and_audit_say_why(name: str, config: Any) -> None:
+    fused = fusion.compile(getattr(transformers, name)(config()).eval(), strict=True)
+    with torch.no_grad():
+        audit = fused.audit(**IDS)
+    assert audit.ok and not audit.fusions and not fused.report.missed()
+    why = fused.plan.why_empty
+    assert "5 sites: the norm is no RMSNorm: LayerNormSpec; 2 sites: the MLP has no gate" in why
+    assert [str(each).splitlines()[1:] for each in (fused.plan, fused.report, audit)] == [[f"  {why}"]] * 3
+
+
+def test_why_nothing_is_said_of_a_model_without_sites_or_specs_and_of_fusions_that_are_off() -> None:
+    cpu = fusion.Target.named("cpu")
+    assert fusion.plan([], cpu).why_empty == "no fusion has a site here: no layer was read"
+    attention = [(path, spec) for path, spec in registry.model("gpt-oss-120b").specs() if isinstance(spec, GQASpec)]
+    assert fusion.plan(attention, cpu).why_empty == "no fusion has a site here: layers are read as GQASpec"
+    off = fusion.compile(deepseek(1), config=fusion.FusionConfig(level=0))
+    with torch.no_grad():
+        audit = off.audit(**IDS)
+    assert off.plan.why_empty is None
+    assert str(audit) == "audit of one call:\n  no fusion is expected: the report says why"

@@ -32,22 +32,11 @@ _CONVERTED: Mapping[str, Any] = {
     "not": False,
 }
 _NAMED: Mapping[str, Any] = {
-    "activation": "silu",
-    "act_fn": "silu",
-    "norm_before_gate": True,
-    "has_weight": True,
-    "has_bias": True,
-    "parallel_residual": False,
-    "has_sinks": False,
-    "shares_kv": False,
-    "values_are_keys": False,
-    "has_norm": True,
-    "tp_size": 1,
-    "tp_rank": 0,
-    "softmax_scale": 0.125,
-    "interleaved": True,
-    "attention_scaling": 1.0,
-}
+    "activation": "silu", "act_fn": "silu", "tp_size": 1, "tp_rank": 0, "softmax_scale": 0.125, "attention_scaling": 1.0,
+    **dict.fromkeys(("norm_before_gate", "has_weight", "has_bias", "has_norm", "interleaved"), True),
+    **dict.fromkeys(("parallel_residual", "has_sinks", "shares_kv", "values_are_keys"), False),
+}  # fmt: skip
+
 READERS: tuple[LayerReader, ...] = tuple(
     reader
     for key in sorted(registry.layer_classes())
@@ -199,35 +188,14 @@ class Unprintable(Exception):
 
 
 ERRORS: tuple[Callable[[], BaseException], ...] = (
-    *(
-        ValueError,
-        KeyError,
-        AttributeError,
-        RuntimeError,
-        RecursionError,
-        StopIteration,
-        MemoryError,
-        Unprintable,
-        SystemExit,
-    ),
-    lambda: ValueError("x" * 100_000),
-    lambda: AttributeError(name=None, obj=None),
-)
+    ValueError, KeyError, AttributeError, RuntimeError, RecursionError, StopIteration, MemoryError, Unprintable, SystemExit,
+    lambda: ValueError("x" * 100_000), lambda: AttributeError(name=None, obj=None),
+)  # fmt: skip
 _WAYS = (
-    *(
-        "__getattr__",
-        "__getattribute__",
-        "__hash__",
-        "__repr__",
-        "__str__",
-        "__eq__",
-        "__ne__",
-        "__index__",
-        "__float__",
-    ),
-    *("__len__", "__getitem__", "__bool__", "__iter__", "__format__", "__lt__", "__mod__", "__contains__"),
-    *("__class__", "__dict__", "shape", "dtype", "weight", "in_features", "out_features", "device_mesh", "placements"),
-)
+    "__getattr__", "__getattribute__", "__hash__", "__repr__", "__str__", "__eq__", "__ne__", "__index__", "__float__",
+    "__len__", "__getitem__", "__bool__", "__iter__", "__format__", "__lt__", "__mod__", "__contains__", "__class__",
+    "__dict__", "shape", "dtype", "weight", "in_features", "out_features", "device_mesh", "placements",
+)  # fmt: skip
 """Methods and attributes that may raise."""
 _BASES = (object, str, int, float, tuple, list, dict, SimpleNamespace, Holder)
 
@@ -279,61 +247,16 @@ class SiluAndMulWithClamp:
 
 LINEAR = nn.Linear(8, 8, device="meta")
 ODD: tuple[Any, ...] = (
-    *(GONE, None, True, False, 0, -1, -3, 1, 2, 3, 7, 9, 16, 2**31, 10**5000, -(10**5000), 8.0, 0.0, -1.0, 1e-6, 1j),
-    *(
-        float("nan"),
-        float("inf"),
-        "",
-        "8",
-        "x" * 100_000,
-        "silu",
-        "relu",
-        b"8",
-        [],
-        {},
-        [8],
-        (8, 8),
-        (-1, -1),
-        (8,),
-        {8: 8},
-    ),
-    *(
-        {"8": 8},
-        {"all": 8},
-        {1, 2},
-        range(8),
-        object(),
-        object,
-        len,
-        lambda: 8,
-        LINEAR.forward,
-        LINEAR,
-        iter(()),
-        Ellipsis,
-    ),
-    *(
-        torch.tensor(8),
-        torch.tensor(-8),
-        torch.tensor([8]),
-        torch.tensor([[8]]),
-        torch.tensor([8, 8]),
-        torch.tensor(True),
-    ),
-    *(torch.tensor(8.0), torch.tensor([]), torch.empty((), device="meta"), WEIGHT, torch.empty(4, 8, device="meta")),
-    *(torch.empty(0, 0), torch.empty(8, 4, dtype=torch.uint8), torch.empty(3, 5, 7, device="meta"), torch.Size([8])),
-    *(
-        np.True_,
-        np.int64(8),
-        np.int64(-8),
-        np.array([8]),
-        np.array(8.0),
-        np.float32("nan"),
-        np.array(["8"]),
-        np.zeros(0),
-    ),
-    *(Mesh(), Mesh(placements=None), Mesh(device_mesh=None), Mesh(device_mesh=SimpleNamespace(mesh_dim_names=(8,)))),
-    *(GELU(), SiluAndMulWithClamp(), Holder(), SimpleNamespace(weight=WEIGHT), torch.float32, torch.device("cpu")),
-)
+    GONE, None, True, False, 0, -1, -3, 1, 2, 3, 7, 9, 16, 2**31, 10**5000, -(10**5000), 8.0, 0.0, -1.0, 1e-6, 1j,
+    float("nan"), float("inf"), "", "8", "x" * 100_000, "silu", "relu", b"8", [], {}, [8], (8, 8), (-1, -1), (8,), {8: 8},
+    {"8": 8}, {"all": 8}, {1, 2}, range(8), object(), object, len, lambda: 8, LINEAR.forward, LINEAR, iter(()), Ellipsis,
+    torch.tensor(8), torch.tensor(-8), torch.tensor([8]), torch.tensor([[8]]), torch.tensor([8, 8]), torch.tensor(True),
+    torch.tensor(8.0), torch.tensor([]), torch.empty((), device="meta"), WEIGHT, torch.empty(4, 8, device="meta"),
+    torch.empty(0, 0), torch.empty(8, 4, dtype=torch.uint8), torch.empty(3, 5, 7, device="meta"), torch.Size([8]),
+    np.True_, np.int64(8), np.int64(-8), np.array([8]), np.array(8.0), np.float32("nan"), np.array(["8"]), np.zeros(0),
+    Mesh(), Mesh(placements=None), Mesh(device_mesh=None), Mesh(device_mesh=SimpleNamespace(mesh_dim_names=(8,))),
+    GELU(), SiluAndMulWithClamp(), Holder(), SimpleNamespace(weight=WEIGHT), torch.float32, torch.device("cpu"),
+)  # fmt: skip
 
 
 def changes_of(chance: random.Random, places: tuple[Place, ...]) -> dict[tuple[str, ...], Any]:

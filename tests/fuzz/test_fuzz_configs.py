@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
+from helpers import ROOT
 from mutations import ODD, mutated, tried
 
 from layerfuse import registry
@@ -13,17 +13,9 @@ from layerfuse.registry import files
 from layerfuse.registry.inspect import ConfigError, inspect
 
 CONFIGS = [
-    json.loads(path.read_text())
-    for path in sorted((Path(__file__).parent.parent / "engines" / "checkpoints").glob("*/config.json"))
+    json.loads(path.read_text()) for path in sorted((ROOT / "tests" / "engines" / "checkpoints").glob("*/config.json"))
 ]
-PLAIN = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-}
+CONFIGS += json.loads((ROOT / "tests" / "cli" / "bases.json").read_text(encoding="utf-8")).values()
 KEYS = sorted(
     {key for config in CONFIGS for part in (config, config.get("text_config", {})) for key in part}
     | {
@@ -41,7 +33,7 @@ MOST_LETTERS = 20_000
 
 def one(chance: random.Random) -> str:
     """One config."""
-    config = mutated(chance.choice([*CONFIGS, PLAIN]), chance, KEYS, (*ODD, None, [None]))
+    config = mutated(chance.choice(CONFIGS), chance, KEYS, (*ODD, None, [None]))
     try:
         found = inspect(config, registry=registry.default)
     except ConfigError as refused:

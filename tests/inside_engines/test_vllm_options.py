@@ -11,8 +11,9 @@ import attrs
 import pytest
 from helpers import ROOT, run_python
 
+from layerfuse.adapters.errors import ArgumentError
 from layerfuse.engines import defaults
-from layerfuse.engines.options import Options, OptionsError, options_in
+from layerfuse.engines.options import Options, OptionsError, misnamed, options_in
 from layerfuse.engines.vllm.plugin import _nothing_on
 from layerfuse.fusion import FusionConfig, FusionConfigError
 from layerfuse.fusion.backends import BackendError
@@ -23,13 +24,62 @@ from types import SimpleNamespace
 from layerfuse.engines.vllm import plugin, register
 register()
 for _ in range(2):
-    plugin._at_options(lambda vllm_config: None, SimpleNamespace(additional_config={}))
+    plugin._at_options(lambda vllm_config: None, SimpleNamespace(additional_config={given}))
 """
 
 
-def test_a_variable_that_nothing_reads_is_named_once() -> None:
-    said = run_python(AT_OPTIONS, LAYERFUSE_FUSION="none")
+@pytest.mark.parametrize(
+    ("given", "times"),
+    [({"layer_fuse": {}, "other": 1}, 1), ({"layerfuse": {}, "layerfuze": {}}, 0), ({"ascend": {}}, 0)],
+)
+def test_what_nothing_reads_is_named_once(given: dict[str, Any], times: int) -> None:
+    said = run_python(AT_OPTIONS.format(given=given), LAYERFUSE_FUSION="none")
+    key = "additional_config has 'layer_fuse', which layerfuse does not read; did you mean 'layerfuse'?"
+    assert said.stderr.count("additional_config has") == said.stderr.count(key) == times
     assert said.stderr.count("LAYERFUSE_FUSION is set, and no variable is called that; did you mean") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "fusions"), [({}, "none"), ({"layerfuse": {"fusions": "none"}}, "all"), ({"layerfuse": False}, "all")]
+)
+@pytest.mark.parametrize(("name", "said"), [("SHADOW", "expected how many"), ("BACKEND", "no op has a backend called")])
+def test_a_variable_that_is_wrong_stops_nothing_where_no_fusion_is_wanted(
+    given: dict[str, Any], fusions: str, name: str, said: str
+) -> None:
+    done = run_python(AT_OPTIONS.format(given=given), LAYERFUSE_FUSIONS=fusions, **{f"LAYERFUSE_{name}": "two"})
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stderr.count(
+            f"layerfuse: all fusions are switched off, so that this stops nothing: LAYERFUSE_{name}=two: {said}"
+        )
+        == 1
+    )
+
+
+@pytest.mark.parametrize("name", ["layerfuse_", "layer-fuse", "layer_fuse", "LayerFuse", "layerfuze", "layerfusion"])
+def test_keys_that_may_be_meant_for_the_options_are_named(name: str) -> None:
+    (line,) = misnamed({name: {}, "other": 1})
+    assert line.startswith(f"additional_config has {name!r}, ") and line.endswith("; did you mean 'layerfuse'?")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers",
+        "layer",
+        "layer_name",
+        "layerwise",
+        "num_layers",
+        "fuse",
+        "enable_fuse",
+        "layerwise_fuse",
+        "fused",
+        "",
+        3,
+    ],
+)
+def test_keys_of_others_are_not(name: Any) -> None:
+    assert not [*misnamed({name: {}})]
 
 
 @pytest.fixture(autouse=True)
@@ -125,10 +175,22 @@ def test_every_mistake_is_named_at_once() -> None:
         options_in({"layerfuse": {"fusion": "all", "strict": "yes", "level": True}})
     assert str(raised.value).splitlines() == [
         "additional_config['layerfuse']: no option is called 'fusion'; did you mean 'fusions'? "
-        "Known: fusions, level, strict, eager, report, few_token_linears, host_bound; "
+        "Known: fusions, level, strict, eager, report, few_token_linears, host_bound, shadow; "
         "additional_config['layerfuse']: strict: expected true or false, got 'yes'; "
         "additional_config['layerfuse']: level: expected 0, 1 or 2, got True"
     ]
+
+
+@pytest.mark.parametrize("wrong", [True, -1, 1.0, "3"])
+def test_calls_to_be_compared_are_a_number(wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionsError, match="shadow: expected how many calls are compared at each site, or 0, got "):
+        options_in({"layerfuse": {"shadow": wrong}})
+    monkeypatch.setenv("LAYERFUSE_SHADOW", "2")
+    assert [options_in({"layerfuse": given}).compared for given in ({}, {"shadow": 3}, {"shadow": 0})] == [2, 3, 0]
+    monkeypatch.setenv("LAYERFUSE_SHADOW", "some")
+    with pytest.raises(ArgumentError, match="LAYERFUSE_SHADOW=some: expected how many calls"):
+        options_in({})
+    assert options_in({"layerfuse": False}).off
 
 
 def test_a_fusion_or_level_that_does_not_exist_is_an_error_at_once() -> None:
@@ -271,33 +333,3 @@ def test_a_package_with_broken_entry_points_leaves_what_is_on_as_it_is(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.warns(RuntimeWarning, match=r"a package without metadata in .*torn-1\.0\.dist-info cannot be read"):
         assert _nothing_on(Options(), vllm_config()) == on
-
-
-@pytest.mark.parametrize(
-    ("line", "on"),
-    [
-        ("mla_decode", True),
-        ("+add_rms_norm,-mla_decode", False),
-        ("-gated_rms_norm,+mla_decode", True),
-        ("+mla_decode", True),
-        ("add_rms_norm", False),
-        ("all", None),
-        ("-gated_rms_norm", None),
-        ("", None),
-    ],
-)
-def test_mla_decode_is_asked_for_as_every_fusion_is(
-    line: str, on: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert dict(config({"fusions": line}).switches).get("mla_decode") is on
-    monkeypatch.setenv("LAYERFUSE_FUSIONS", line)
-    assert dict(config({}).switches).get("mla_decode") is on
-    assert dict(config({"level": 0}).switches).get("mla_decode") is on
-
-
-def test_a_name_that_is_mistyped_may_be_that_of_mla_decode() -> None:
-    with pytest.raises(
-        FusionConfigError,
-        match=r"no fusion is called 'mla_decod'; did you mean 'mla_decode'\?$",
-    ):
-        Options(fusions="+mla_decod").config()

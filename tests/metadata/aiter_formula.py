@@ -19,7 +19,6 @@ from typing import Any
 from layerfuse.fusion.metadata import native, sizes
 
 VARIABLE = "LAYERFUSE_AITER_CHECKOUT"
-ASKED = ("v0.1.16.post3", "v0.1.16.post6", "v0.1.17", "v0.1.18", "v0.1.20.post1")
 BF16, FP8 = "bf16", "fp8"
 CU_COUNT = {"gfx942": 304, "gfx950": 256}
 BATCHES = (1, 3, 64, 300, 512)

@@ -112,7 +112,7 @@ def test_a_step_runs_no_operation_of_its_own(aiter_of):
     taken = []
     made = amd.bind("mla_metadata")
     from layerfuse.fusion.backends.aiter import mla as calls
-    from layerfuse.fusion.backends.aiter.resolved import Resolved
+    from layerfuse.fusion.backends.aiter.table import Resolved
 
     nothing = Resolved(
         binding=planner.probed.binding,

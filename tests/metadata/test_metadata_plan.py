@@ -132,14 +132,9 @@ def test_fp8_prefill_has_a_head_rule_of_its_own():
     [
         ("kimi-k2.5", "v0.1.16.post3", {"prefill_length": 64}, "the cache is bf16"),
         ("kimi-k2.5", "v0.1.16.post3", FP8, "no length"),
-        (
-            "glm-4.7-flash",
-            "v0.1.16.post3",
-            {"prefill_length": 64, **FP8},
-            "heads of 192 and 128, this layer's are 256 and 256",
-        ),
+        ("glm-4.7-flash", "v0.1.16.post3", {"prefill_length": 64, **FP8}, "heads of 192 and 128, this layer's are 256 and 256"),
     ],
-)
+)  # fmt: skip
 def test_where_there_is_no_fp8_prefill_the_plan_says_why(model, release, more, words):
     assert words in plan_metadata(mla(model, 1), GFX950, release, batch=4, **more).prefill
 

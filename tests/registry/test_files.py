@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import ROOT, run_python
-from toml_samples import BAD, BAD_CLASSES, GOOD, NOT_OF_ONE_VALUE, also, but, with_class
+from toml_samples import BAD, BAD_CLASSES, GOOD, also, but, with_class
 
 from layerfuse import registry
 from layerfuse.registry import CatalogError, files
@@ -163,7 +163,7 @@ def test_the_schema_accepts_what_is_accepted() -> None:
         assert list(check.iter_errors(tomllib.loads(text))) == []
 
 
-@pytest.mark.parametrize("name", sorted(BAD.keys() - NOT_OF_ONE_VALUE))
+@pytest.mark.parametrize("name", [name for name in BAD if not name.endswith("*")])
 def test_the_schema_refuses_what_is_refused(name: str) -> None:
     if name in ("infinite epsilon", "epsilon of nan", "engine epsilon of nan that nothing uses"):
         pytest.skip("JSON has no such numbers")

@@ -33,6 +33,12 @@ ENTRY = GOOD.replace("models.mine", "models.m%d")
 DELTA = GOOD[GOOD.index("[models.mine.layers.delta]") :]
 
 
+def classes(line: str, letters: int) -> str:
+    """The good file with layer classes, as many as fit where each takes so many letters; `%d` and `%n`: its number and the next one."""
+    lines = (line.replace("%d", str(i)).replace("%n", str(i + 1)) for i in range(FULL // letters))
+    return "\n".join([f"{GOOD}[models.mine.layer_classes]", *lines, ""])
+
+
 def models_of(count: int) -> str:
     return "".join(ENTRY.replace("%d", str(i)) for i in range(count))
 
@@ -56,26 +62,10 @@ HUGE = {
     "models of a thousand layers": lambda: models_of(FULL // (len(ENTRY) + 30)).replace("layers = 4", "layers = 1000"),
     "a list of layers": lambda: but("at = [0, 2]", "at = [" + "1," * (FULL // 2 - len(GOOD)) + "]"),
     "a list of texts": lambda: but("at = [0, 2]", "at = [" + '"a",' * (FULL // 4 - len(GOOD)) + "]"),
-    "layer classes": lambda: (
-        GOOD
-        + "[models.mine.layer_classes]\n"
-        + "".join(f'"m:C{i}" = {{ like = "vllm:MLAAttention" }}\n' for i in range(FULL // 50))
-    ),
-    "layer classes in a row": lambda: (
-        GOOD
-        + "[models.mine.layer_classes]\n"
-        + "".join(f'"m:C{i}" = {{ like = "m:C{i + 1}" }}\n' for i in range(FULL // 45))
-    ),
-    "misspelt likes": lambda: (
-        GOOD
-        + "[models.mine.layer_classes]\n"
-        + "".join(f'"m:C{i}" = {{ like = "vllm:MLAAtention{i}" }}\n' for i in range(FULL // 50))
-    ),
-    "misspelt fields": lambda: (
-        GOOD
-        + "[models.mine.layer_classes]\n"
-        + "".join(f'"m:C{i}" = {{ like = "vllm:MLAAttention", num_head = "a{i}" }}\n' for i in range(FULL // 70))
-    ),
+    "layer classes": lambda: classes('"m:C%d" = { like = "vllm:MLAAttention" }', 50),
+    "layer classes in a row": lambda: classes('"m:C%d" = { like = "m:C%n" }', 45),
+    "misspelt likes": lambda: classes('"m:C%d" = { like = "vllm:MLAAtention%d" }', 50),
+    "misspelt fields": lambda: classes('"m:C%d" = { like = "vllm:MLAAttention", num_head = "a%d" }', 70),
     "engines times kinds": lambda: (
         GOOD.replace("layers = 4", "layers = 1000").replace("at = [0, 2]", "at = [0]")
         + "".join(DELTA.replace("delta]", f"d{i}]").replace('"rest"', f"[{i + 1}]") for i in range(900))
@@ -166,6 +156,14 @@ def test_of_the_problems_of_one_entry_the_rest_is_counted(table: str) -> None:
         files.parse(text)
     assert len(caught.value.problems) == 21
     assert caught.value.problems[-1].startswith("and 680 more @ $.models.mine")
+
+
+@pytest.mark.parametrize("layers", [1_000, 1_001])
+def test_a_list_of_layers_is_as_long_as_the_largest_model(layers: int) -> None:
+    text = but("at = [0, 2]", f"at = {[0] * layers}")
+    with pytest.raises(CatalogError) as caught:
+        files.parse(text)
+    assert (f"expected at most 1000 layers, got {layers}" in str(caught.value)) == (layers > 1_000)
 
 
 # ---- nothing runs

@@ -126,12 +126,13 @@ def test_where_nothing_is_like_a_class_no_other_is_suggested(asked: Any, layer: 
 
 @pytest.mark.parametrize(
     "thing",
-    [None, 7, "layer", [], object(), SimpleNamespace(num_heads=4)],
-    ids=["None", "int", "str", "list", "object", "namespace"],
+    [None, 7, "layer", [], object(), SimpleNamespace(num_heads=4), nn.Module.__new__(nn.Module)],
+    ids=["None", "int", "str", "list", "object", "namespace", "not initialised"],
 )
 def test_what_is_no_layer_at_all_is_unknown_and_nothing_worse(thing: Any) -> None:
-    with pytest.raises(UnknownLayerError, match="no adapter knows the layer class"):
+    with pytest.raises(UnknownLayerError, match="no adapter knows the layer class") as caught:
         registry.spec_for(thing)
+    assert "It holds known layers" not in str(caught.value)
 
 
 def test_a_whole_model_is_sent_to_specs_in() -> None:
@@ -371,3 +372,20 @@ def test_an_unknown_model_suggests_the_closest() -> None:
     assert isinstance(caught.value, LookupError)
     with pytest.raises(registry.UnknownModelError):
         registry.model("")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen3-next-80b-a3b-fp8", "qwen3-next-80b-a3b --quant group128"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct-FP8", "qwen3-next-80b-a3b --quant group128"),
+        ("someone/Qwen3-8B-FP8-dynamic", "qwen3-8b --quant per_token"),
+        ("someone/Qwen3-8B-FP8", None),  # declared as qwen3-8b-fp8, which is what may be meant
+        ("qwen3-next-80b-a3b-air-fp8", None),  # of another size for all that is known
+    ],
+)
+def test_a_declared_model_in_fp8_is_answered_with_how_to_plan_for_it(name: str, said: str | None) -> None:
+    with pytest.raises(registry.UnknownModelError) as caught:
+        registry.model(name)
+    commands = re.findall(r"`layerfuse plan (.*?)` plans for its linears in fp8", str(caught.value))
+    assert commands == ([] if said is None else [said])

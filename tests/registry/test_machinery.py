@@ -24,35 +24,23 @@ def specs(name: str) -> list[tuple[str, Any]]:
     return list(registry.specs_in(fresh_model(name)))
 
 
+AS_LLAMA = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}
+
+
 @pytest.mark.parametrize(
     ("name", "packed", "readers"),
     [
-        (
-            "llama-3.1-8b",
-            {"qkv_proj": 3, "gate_up_proj": 2},
-            {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"},
-        ),
-        (
-            "phi-4",
-            {"qkv_proj": 1, "gate_up_proj": 1},
-            {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"},
-        ),
-        ("mixtral-8x7b", {"qkv_proj": 3}, {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}),
+        ("llama-3.1-8b", {"qkv_proj": 3, "gate_up_proj": 2}, AS_LLAMA),
+        ("phi-4", {"qkv_proj": 1, "gate_up_proj": 1}, AS_LLAMA),
+        ("mixtral-8x7b", {"qkv_proj": 3}, AS_LLAMA),
         (
             "gemma-2-2b",
             {"qkv_proj": 3, "gate_up_proj": 2},
             {"input_layernorm": "self_attn", "pre_feedforward_layernorm": "mlp"},
         ),
-        (
-            "deepseek-v3",
-            {"gate_up_proj": 2, "fused_qkv_a_proj": 2},
-            {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"},
-        ),
-        (
-            "qwen3.5-27b",
-            {"qkv_proj": 3, "gate_up_proj": 2, "in_proj_qkvz": 2},
-            {"post_attention_layernorm": "mlp"},
-        ),  # a hybrid
+        ("deepseek-v3", {"gate_up_proj": 2, "fused_qkv_a_proj": 2}, AS_LLAMA),
+        # a hybrid
+        ("qwen3.5-27b", {"qkv_proj": 3, "gate_up_proj": 2, "in_proj_qkvz": 2}, {"post_attention_layernorm": "mlp"}),
         ("olmo-2-7b", {}, {}),  # its norms stand on what the blocks give
     ],
 )

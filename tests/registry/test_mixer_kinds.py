@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -12,6 +13,7 @@ import torch
 from layerfuse import fusion, registry
 from layerfuse.registry import CatalogError, files, schema, spec_json
 from layerfuse.registry.inspect import ConfigError, inspect
+from layerfuse.registry.toml import written
 from layerfuse.testing.compare import attention_first, differences
 from layerfuse.testing.models import published_model, why_not
 
@@ -19,71 +21,8 @@ transformers = pytest.importorskip("transformers")
 
 HEAD = '[models.mine]\nadapter = "hybrids"\nsource = "made for the test"\nhidden_size = 64\nrms_norm_eps = 1e-5\n'
 SSM = 'family = "mamba2", num_heads = 8, head_dim = 16, ssm_state_size = 32, num_groups = 2, conv_kernel_size = 4'
-GQA = 'family = "gqa", num_heads = 4, num_kv_heads = 2, head_dim = 16, sliding_window = "off", has_sinks = false'
 MLP = "mlps.dense = { intermediate_size = 96, activation = 'silu' }\n"
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-5,
-    "layer_norm_epsilon": 1e-5,
-    "head_dim": 16,
-}
-HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
-MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_d_conv": 4,
-}  # fmt: skip
 GATED = 'output_norm = "gate_before_norm"'
-
-ENTRIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "BambaForCausalLM": (
-        f"num_hidden_layers = 3\nlayers.ssm = {{ {SSM}, {GATED}, at = 'rest' }}\nlayers.full = {{ {GQA}, at = [1] }}\n{MLP}",
-        {**HEADS, **MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
-    ),
-    "FalconH1ForCausalLM": (
-        f"num_hidden_layers = 2\nadded_as_given = false\nlayers.full = {{ {GQA} }}\n"
-        f"layers.ssm = {{ {SSM}, output_norm = 'none', beside_attention = true }}\n"
-        "mlps.dense = { intermediate_size = 96, activation = 'silu', gate_multiplier = 0.5, down_multiplier = 3.0 }\n",
-        {**HEADS, **MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128, "mamba_rms_norm": False, "mlp_multipliers": [0.5, 3.0]},
-    ),
-    "NemotronHForCausalLM": (
-        f"num_hidden_layers = 4\nlayers.ssm = {{ {SSM}, {GATED}, stream_norms = 'one', at = [0] }}\n"
-        f"layers.full = {{ {GQA}, stream_norms = 'one', at = [2] }}\n"
-        "layers.mlp = { family = 'mlp', intermediate_size = 96, activation = 'relu2', gated = false, at = [1] }\n"
-        "layers.moe = { family = 'mlp', intermediate_size = 48, activation = 'relu2', gated = false, shared_experts = true, at = [3] }\n",
-        {**HEADS, "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32, "n_groups": 2,
-         "conv_kernel": 4, "layers_block_type": ["mamba", "mlp", "attention", "moe"], "n_routed_experts": 4,
-         "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "num_experts_per_tok": 2},
-    ),
-    "Mamba2ForCausalLM": (
-        f"num_hidden_layers = 2\nlayers.ssm = {{ {SSM}, {GATED}, stream_norms = 'one' }}\n",
-        {"num_hidden_layers": 2, "num_heads": 8, "state_size": 32, "n_groups": 2},
-    ),
-    "MambaForCausalLM": (
-        "num_hidden_layers = 2\nlayers.ssm = { family = 'other', mixer = 'mamba', stream_norms = 'one' }\n",
-        {"num_hidden_layers": 2},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_what_is_declared_is_what_the_real_layers_say(name: str) -> None:
-    text, config = ENTRIES[name]
-    entry = files.parse(HEAD + text)["mine"]
-    assert files.structure(files.unstructure({"mine": entry}), "again")["mine"] == entry
-    jsonschema.Draft202012Validator(schema.schema()).validate(files.unstructure({"mine": entry}))
-    cls = getattr(transformers, name)
-    with torch.device("meta"):
-        model = cls(cls.config_class(**{**SMALL, **config}))
-    declared, found = attention_first(entry.specs()), attention_first(registry.specs_in(model))
-    assert len(declared) == len(found)
-    for (path, spec), (_, real) in zip(declared, found, strict=True):
-        assert [*differences(spec, real)] == [], path
-    # A plan of it, and its JSON, which other ranks have too.
-    for tp in (1, 2):
-        specs = entry.specs(tp)
-        assert spec_json.from_json(json.loads(json.dumps(spec_json.to_json(specs)))) == specs
-        plan = fusion.plan(specs, fusion.Target.named("gfx950"))
-        assert "add_rms_norm" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -109,22 +48,12 @@ def test_what_cannot_be_true_is_refused(text: str, says: str) -> None:
     assert says in str(caught.value)
 
 
-MORE: dict[str, dict[str, Any]] = {
-    "GraniteMoeHybridForCausalLM": {
-        **HEADS, **MAMBA, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "attention_multiplier": 0.3,
-    },
-    "FalconMambaForCausalLM": {"num_hidden_layers": 2},
-    "JambaForCausalLM": {**HEADS, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
-    "Lfm2ForCausalLM": {**HEADS, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-3},
-    "RecurrentGemmaForCausalLM": {
-        **HEADS, "num_hidden_layers": 4, "block_types": ["recurrent", "attention"], "attention_window_size": 7, "lru_width": 64,
-    },
-}  # fmt: skip
+CONFIGS = json.loads((Path(__file__).parent / "mixers.json").read_text(encoding="utf-8"))
+"""Tiny ones, by the class of transformers that they are of."""
 
 
 def config_of(name: str) -> Any:
-    own = ENTRIES[name][1] if name in ENTRIES else MORE[name]
-    return getattr(transformers, name).config_class(**{**SMALL, **own})
+    return getattr(transformers, name).config_class(**CONFIGS[name])
 
 
 def said_by(name: str) -> dict[str, Any]:
@@ -132,13 +61,16 @@ def said_by(name: str) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("name", [*ENTRIES, *MORE])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_inspect_writes_what_the_real_layers_say(name: str) -> None:
     with torch.device("meta"):
         model = getattr(transformers, name)(config_of(name))
     entry = inspect(said_by(name), registry=registry.default).entry
     assert entry.adapter == "hybrids"
-    assert files.structure(files.unstructure({"mine": entry}), "again")["mine"].specs() == entry.specs()
+    document = files.unstructure({"mine": entry})
+    jsonschema.Draft202012Validator(schema.schema()).validate(document)
+    assert files.structure(document, "again")["mine"] == files.parse(written(document))["mine"]
+    assert files.parse(written(document))["mine"].specs() == entry.specs()
     declared, found = attention_first(entry.specs()), attention_first(registry.specs_in(model))
     if (
         not entry.mlps
@@ -147,6 +79,11 @@ def test_inspect_writes_what_the_real_layers_say(name: str) -> None:
     assert len(declared) == len(found)
     for (path, spec), (_, real) in zip(declared, found, strict=True):
         assert [*differences(spec, real)] == [], path
+    # A plan of it, and its JSON, which other ranks have too.
+    for tp in (1, 2):
+        specs = entry.specs(tp)
+        assert spec_json.from_json(json.loads(json.dumps(spec_json.to_json(specs)))) == specs
+        assert "add_rms_norm" in str(fusion.plan(specs, fusion.Target.named("gfx950")))
 
 
 @pytest.mark.parametrize(

@@ -11,23 +11,28 @@ from helpers import ROOT
 
 from layerfuse import registry
 from layerfuse.adapters import GatedDeltaNetSpec, GatedMLPSpec, GQASpec, MLASpec, ResidualSpec, SpecError
-from layerfuse.adapters.conversions import mlp_activation
+from layerfuse.registry.inspect import inspect
 from layerfuse.testing.models import published_model
 
 PUBLISHED = json.loads((ROOT / "tests" / "data" / "published_dims.json").read_text())
 MODELS: dict[str, Any] = PUBLISHED["models"]
-MLA_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-GDN_FIELDS = {
-    "num_k_heads": "linear_num_key_heads",
-    "num_v_heads": "linear_num_value_heads",
-    "head_k_dim": "linear_key_head_dim",
-    "head_v_dim": "linear_value_head_dim",
-    "conv_kernel_size": "linear_conv_kernel_dim",
-}
 
 
 def published(name: str) -> dict[str, Any]:
-    return {key: said["value"] for key, said in MODELS[name]["config"].items()}
+    """The config, with the kinds of its layers as the lists of this data say them."""
+    config = {key: said["value"] for key, said in MODELS[name]["config"].items()}
+    layers: dict[str, list[int]] = {
+        word.removesuffix("_layers_0based"): at for word, at in MODELS[name]["layers"].items()
+    }
+    if "linear_attn_config" in config:
+        of_kind = {"full_attn_layers": layers["full_attention"], "kda_layers": layers["kda"]}
+        config["linear_attn_config"] |= {key: [layer + 1 for layer in at] for key, at in of_kind.items()}
+    elif layers:
+        kinds = {layer: kind.replace("sliding", "sliding_attention") for kind, at in layers.items() for layer in at}
+        config["layer_types"] = [kinds[layer] for layer in sorted(kinds)]
+    if name == "mistral-small-4-119b":
+        config["rope_scaling"] = {"mscale": 1.0, **config["rope_scaling"]}  # which was not noted of it
+    return config
 
 
 def test_every_declared_model_has_its_published_dimensions_here() -> None:
@@ -38,90 +43,21 @@ def test_every_declared_model_has_its_published_dimensions_here() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_model_is_as_published(name: str) -> None:
-    entry, config = registry.model(name), published(name)
+def test_the_entry_is_what_the_published_config_says(name: str) -> None:
+    entry, found = registry.model(name), inspect(published(name), registry=registry.default).entry
     assert (entry.hf_id or "").startswith(MODELS[name]["hf_id"])
-    assert entry.num_hidden_layers == config.get("num_hidden_layers", config.get("num_layers"))
-    assert (entry.hidden_size, entry.rms_norm_eps) == (config["hidden_size"], config["rms_norm_eps"])
-    assert (entry.architectures, entry.model_type) == (config["architectures"], config["model_type"])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_kind_of_layer_is_as_published(name: str) -> None:
-    entry, config = registry.model(name), published(name)
-    for kind in entry.layers.values():
-        if kind.family == "mla":
-            assert {field: getattr(kind, field) for field in MLA_FIELDS} == {
-                field: config[field] for field in MLA_FIELDS
-            }
-            assert kind.num_heads == config["num_attention_heads"]
-            assert (None if kind.q_lora_rank == "none" else kind.q_lora_rank) == config["q_lora_rank"]
-            scaling = config.get("rope_scaling")
-            scaling = None if scaling == {"type": "longrope"} else scaling
-            said = None if kind.yarn is None else (kind.yarn.factor, kind.yarn.mscale_all_dim)
-            assert said == (None if not scaling else (scaling["factor"], scaling["mscale_all_dim"]))
-        elif kind.family == "gqa":
-            assert kind.num_heads == config["num_attention_heads"]
-            assert (kind.num_kv_heads, kind.head_dim) == (config["num_key_value_heads"], config["head_dim"])
-            assert kind.sliding_window in ("off", config.get("sliding_window"))
-        elif "linear_attn_config" in config:
-            linear = config["linear_attn_config"]
-            assert (kind.num_k_heads, kind.num_v_heads) == (linear["num_heads"],) * 2
-            assert (kind.head_k_dim, kind.head_v_dim) == (linear["head_dim"],) * 2
-            assert kind.conv_kernel_size == linear["short_conv_kernel_size"]
-        else:
-            assert {ours: getattr(kind, ours) for ours in GDN_FIELDS} == {
-                ours: config[theirs] for ours, theirs in GDN_FIELDS.items()
-            }
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_gated_mlp_is_as_published(name: str) -> None:
-    """Some have routed experts and nothing else; LongCat's configs leave the activation to the code."""
-    entry, config = registry.model(name), published(name)
-    dense = config.get("ffn_hidden_size", config.get("intermediate_size"))
-    shared = config.get("shared_expert_intermediate_size")
-    if shared is None and "moe_intermediate_size" in config:
-        shared = config["moe_intermediate_size"] * config.get("num_shared_experts", config.get("n_shared_experts", 0))
-    expected = {"dense": dense, "shared_experts": shared}
-    assert {kind: mlp.intermediate_size for kind, mlp in entry.mlps.items()} == {
-        kind: expected[kind] for kind in entry.mlps
-    }
-    assert {mlp.activation for mlp in entry.mlps.values()} <= {mlp_activation(config["hidden_act"] or "silu")}
-    first = config.get("first_k_dense_replace")
-    if first is not None:
-        rest = entry.num_hidden_layers - first
-        assert entry.mlp_at() == ["dense"] * first + ["shared_experts"] * rest
-    else:
-        assert len(set(entry.mlp_at())) == 1
-    assert (entry.mlps == {}) == (entry.model_type in ("gpt_oss", "minimax_m2", "mixtral", "qwen3_moe"))
-
-
-EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
-PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
-WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_routed_experts_are_as_published(name: str) -> None:
-    entry, config = registry.model(name), published(name)
-    expected = [next((config[key] for key in keys if key in config), None) for keys in (EXPERTS, PER_TOKEN, WIDTHS)]
-    if expected[0] is None:
-        assert entry.experts is None
-        return
-    assert entry.experts is not None
-    assert [entry.experts.num_experts, entry.experts.experts_per_token, entry.experts.intermediate_size] == expected
+    assert [spec for _, spec in found.specs()] == [spec for _, spec in entry.specs()]
+    for words in ("architectures", "model_type", "experts", "mlps"):
+        assert getattr(found, words) == getattr(entry, words), words
     for tp in (1, 2):
         streams = [spec for _, spec in entry.specs(tp) if isinstance(spec, ResidualSpec)]
-        mixtures = [spec.experts for spec in streams if spec.experts is not None]
-        assert [spec.experts is not None for spec in streams] == entry.mixture_at()
+        assert [spec.experts is not None for spec in streams] == entry.mixture_at() == found.mixture_at()
         assert not any(spec.undeclared for spec in streams)
-        assert {mixture.num_experts for mixture in mixtures} == {entry.experts.num_experts}
-        # Whether ranks share whole experts or cut each, an engine decides.
-        assert {mixture.num_local_experts for mixture in mixtures} == {entry.experts.num_experts if tp == 1 else None}
-        shared = {mixture.shared is not None for mixture in mixtures}
-        assert shared == {"shared_experts" in entry.mlps}
-        assert {mixture.beside_mlp for mixture in mixtures} == {name == "longcat-flash"}
+        for mixture in (spec.experts for spec in streams if spec.experts is not None):
+            # Whether ranks share whole experts or cut each, an engine decides.
+            assert mixture.num_local_experts == (mixture.num_experts if tp == 1 else None)
+            assert (mixture.shared is not None) == ("shared_experts" in entry.mlps)
+            assert mixture.beside_mlp == (name == "longcat-flash")
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "qwen3-next-80b-a3b"])
@@ -129,7 +65,9 @@ def test_real_layers_have_the_declared_experts(name: str) -> None:
     pytest.importorskip("transformers")
     entry = registry.model(name)
     config = {**published(name), "num_hidden_layers": 4, "max_position_embeddings": 4096}
-    specs = registry.specs_in(published_model(entry, {k: v for k, v in config.items() if v is not None}))
+    specs = registry.specs_in(
+        published_model(entry, {k: v for k, v in config.items() if v is not None and k != "layer_types"})
+    )
     real = [spec.experts for _, spec in specs if isinstance(spec, ResidualSpec)]
     declared = [spec.experts for _, spec in entry.specs() if isinstance(spec, ResidualSpec)][:4]
     sizes = ("num_experts", "num_local_experts", "experts_per_token", "intermediate_size", "local_intermediate_size")
@@ -141,19 +79,6 @@ def test_real_layers_have_the_declared_experts(name: str) -> None:
             assert said.shared is None or found.shared == attrs.evolve(
                 said.shared, layer_index=found.shared.layer_index
             )
-
-
-@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model["layers"]])
-def test_the_layer_pattern_is_the_published_one_counted_from_0(name: str) -> None:
-    kinds = registry.model(name).kind_at()
-    words = {
-        "full_attention_layers_0based": ("mla", "full"),
-        "kda_layers_0based": ("kda",),
-        "linear_attention_layers_0based": ("gdn",),
-        "sliding_layers_0based": ("sliding",),
-    }
-    for word, layers in MODELS[name]["layers"].items():
-        assert [index for index, kind in enumerate(kinds) if kind in words[word]] == layers
 
 
 @pytest.mark.parametrize("name", MODELS)

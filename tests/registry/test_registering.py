@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import pickle
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import attrs
 import pytest
@@ -16,6 +19,7 @@ from layerfuse.adapters import Adapter
 from layerfuse.adapters.vocabulary import TRANSFORMERS_GQA, TRANSFORMERS_MLA
 from layerfuse.registry import CatalogError, ConflictError, files
 
+E = TypeVar("E", bound=BaseException)
 MINE = Adapter("mine", {"mylib:MyAttention": TRANSFORMERS_MLA})
 OTHER_FACTS = TRANSFORMERS_MLA.but(num_heads="n_heads")
 
@@ -24,13 +28,35 @@ def contents(own: registry.Registry) -> tuple[Any, ...]:
     return dict(own.adapters()), dict(own.models()), dict(own.layer_classes())
 
 
+@pytest.fixture
+def own() -> registry.Registry:
+    """A registry with one adapter."""
+    made = registry.Registry()
+    made.register_adapter(MINE)
+    return made
+
+
+@contextmanager
+def refused(by: registry.Registry, error: type[E]) -> Iterator[pytest.ExceptionInfo[E]]:
+    """What is registered in here is refused, and changes nothing."""
+    before = contents(by)
+    with pytest.raises(error) as caught:
+        yield caught
+    assert contents(by) == before
+
+
+def together(count: int, work: Callable[[int], object]) -> None:
+    """In threads that begin at the same time."""
+    barrier = threading.Barrier(count)
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda number: (barrier.wait(), work(number)), range(count)))
+
+
 def entry(**changes: Any) -> registry.ModelEntry:
     return attrs.evolve(registry.model("gpt-oss-20b"), name="my-model", adapter="mine", **{"aliases": [], **changes})
 
 
-def test_the_same_registration_twice_is_no_registration() -> None:
-    own = registry.Registry()
-    own.register_adapter(MINE)
+def test_the_same_registration_twice_is_no_registration(own: registry.Registry) -> None:
     own.register_model(entry())
     before = contents(own)
     own.register_adapter(Adapter("mine", {"mylib:MyAttention": TRANSFORMERS_MLA.but()}))
@@ -38,27 +64,21 @@ def test_the_same_registration_twice_is_no_registration() -> None:
     assert contents(own) == before
 
 
-def test_two_owners_may_declare_the_same_class_alike() -> None:
-    own = registry.Registry()
-    own.register_adapter(MINE)
+def test_two_owners_may_declare_the_same_class_alike(own: registry.Registry) -> None:
     own.register_adapter(Adapter("another", {"mylib:MyAttention": TRANSFORMERS_MLA}))
     assert own.layer_classes() == {"mylib:MyAttention": "mine"}
     assert set(own.adapters()) == {"mine", "another"}
 
 
-def test_a_class_declared_differently_names_both_owners_and_changes_nothing() -> None:
-    own = registry.Registry()
-    own.register_adapter(MINE)
-    before = contents(own)
+def test_a_class_declared_differently_names_both_owners_and_changes_nothing(own: registry.Registry) -> None:
     clash = Adapter("another", {"mylib:New": TRANSFORMERS_GQA, "mylib:MyAttention": OTHER_FACTS})
-    with pytest.raises(ConflictError) as caught:
+    with refused(own, ConflictError) as caught:
         own.register_adapter(clash)
     assert str(caught.value) == (
         "the layer class mylib:MyAttention is declared differently by the adapter mine (a call of register_adapter) "
         "and by the adapter another (a call of register_adapter); rename or remove one of them"
     )
     assert len(caught.value.owners) == 2
-    assert contents(own) == before
 
 
 def test_a_builtin_adapter_cannot_be_replaced() -> None:
@@ -125,7 +145,6 @@ def test_what_a_class_is_does_not_depend_on_what_was_asked_before() -> None:
 def test_everything_that_clashes_is_said_at_once() -> None:
     """A file written before its classes, and its model, were built in."""
     own = registry.fresh()
-    before = contents(own)
     model = registry.model("gpt-oss-20b")
     classes = {
         "transformers:DeepseekV3Attention": {"like": "transformers:DeepseekV2Attention", "softmax_scale": "scale"},
@@ -134,7 +153,7 @@ def test_everything_that_clashes_is_said_at_once() -> None:
         "mylib:New": {"like": "transformers:GptOssAttention"},
     }
     old = attrs.evolve(model, hidden_size=64, layer_classes=classes)
-    with pytest.raises(ConflictError) as caught:
+    with refused(own, ConflictError) as caught:
         own.register_models({old.name: old}, "mine.toml")
     lines = str(caught.value).splitlines()
     said = [line.partition(" is declared differently by ")[0] for line in lines]
@@ -146,7 +165,6 @@ def test_everything_that_clashes_is_said_at_once() -> None:
     ]
     assert all("mine.toml" in line for line in lines)
     assert [caught.value.what, *(other.what for other in caught.value.others)] == said
-    assert contents(own) == before
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -178,20 +196,14 @@ def test_a_class_that_is_declared_as_it_is_built_in_is_no_conflict(table: dict[s
     assert own.layer_classes()["transformers:Later"] == "built_in_later"
 
 
-def test_a_model_declared_differently_is_a_conflict_and_changes_nothing() -> None:
-    own = registry.Registry()
-    own.register_adapter(MINE)
+def test_a_model_declared_differently_is_a_conflict_and_changes_nothing(own: registry.Registry) -> None:
     own.register_model(entry())
-    before = contents(own)
-    with pytest.raises(ConflictError) as caught:
+    with refused(own, ConflictError) as caught:
         own.register_models({"my-model": entry(hidden_size=64)}, "mine.toml")
     assert caught.value.owners == ("a call of register_model", "mine.toml")
-    assert contents(own) == before
 
 
-def test_several_models_are_added_all_or_none() -> None:
-    own = registry.Registry()
-    own.register_adapter(MINE)
+def test_several_models_are_added_all_or_none(own: registry.Registry) -> None:
     before = contents(own)
     good, bad = entry(), attrs.evolve(entry(), name="bad", layer_classes={"mylib:X": {"like": "mylib:Nothing"}})
     with pytest.raises(CatalogError, match="like: no class 'mylib:Nothing' is known"):
@@ -232,9 +244,7 @@ def test_a_class_asked_for_too_early_is_found_once_it_is_registered() -> None:
     assert own.readers_for(cls)[0].owner == "mine"
 
 
-def test_what_is_left_for_later_is_fetched_once_and_only_when_it_is_needed() -> None:
-    own = registry.Registry()
-    own.register_adapter(MINE)
+def test_what_is_left_for_later_is_fetched_once_and_only_when_it_is_needed(own: registry.Registry) -> None:
     calls = []
 
     def more(filled: registry.Registry) -> None:
@@ -286,42 +296,21 @@ def test_a_first_filling_that_fails_is_tried_again() -> None:
 
 def test_threads_that_register_the_same_and_different_things() -> None:
     own = registry.fresh()
-    barrier = threading.Barrier(8)
-    failures: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            barrier.wait()
-            for i in range(25):
-                own.register_adapter(Adapter(f"shared{i}", {f"shared{i}:A": TRANSFORMERS_MLA}))
-                own.register_adapter(Adapter(f"own{number}.{i}", {f"own{number}.x{i}:A": TRANSFORMERS_GQA}))
-                assert own.models() and own.layer_classes()
-        except BaseException as error:
-            failures.append(error)
+        for i in range(25):
+            own.register_adapter(Adapter(f"shared{i}", {f"shared{i}:A": TRANSFORMERS_MLA}))
+            own.register_adapter(Adapter(f"own{number}.{i}", {f"own{number}.x{i}:A": TRANSFORMERS_GQA}))
+            assert own.models() and own.layer_classes()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    together(8, work)
     assert sum(name.startswith(("shared", "own")) for name in own.adapters()) == 25 + 8 * 25
 
 
 def test_many_threads_may_ask_first() -> None:
     own = registry.fresh()
-    barrier = threading.Barrier(8)
     counts: list[int] = []
-
-    def ask() -> None:
-        barrier.wait()
-        counts.append(len(own.layer_classes()))
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(8, lambda _: counts.append(len(own.layer_classes())))
     assert len(counts) == 8 and len(set(counts)) == 1
 
 
@@ -354,24 +343,20 @@ def test_no_name_is_that_of_two_models() -> None:
     [(["gpt-oss-20b"], None), (["openai/gpt-oss-20b"], None), (["oss-20b"], None), ([], "oss-20b")],
     ids=["a name", "an id", "an alias", "its id is an alias"],
 )
-def test_an_alias_that_another_model_goes_by_is_refused_with_both_names(aliases: list[str], hf_id: str | None) -> None:
-    own = registry.Registry()
-    own.register_adapter(MINE)
+def test_an_alias_that_another_model_goes_by_is_refused_with_both_names(
+    own: registry.Registry, aliases: list[str], hf_id: str | None
+) -> None:
     own.register_adapter(registry.adapters()["gpt_oss"])
     own.register_models({"gpt-oss-20b": registry.model("gpt-oss-20b")}, "the first file")
-    before = contents(own)
-    with pytest.raises(ConflictError) as caught:
+    with refused(own, ConflictError) as caught:
         own.register_models({"my-model": entry(aliases=aliases, hf_id=hf_id)}, "the second file")
     assert str(caught.value) == (
         f"the name {(aliases or [hf_id])[0]!r} is declared differently by the model gpt-oss-20b (the first file) and by "
         "the model my-model (the second file); rename or remove one of them"
     )
-    assert contents(own) == before
 
 
-def test_a_model_may_not_take_the_alias_of_another_for_its_name() -> None:
-    own = registry.Registry()
-    own.register_adapter(MINE)
+def test_a_model_may_not_take_the_alias_of_another_for_its_name(own: registry.Registry) -> None:
     own.register_model(entry(aliases=["short"]))
     with pytest.raises(ConflictError, match="the name 'short' is declared differently by the model my-model"):
         own.register_model(attrs.evolve(entry(aliases=[]), name="short"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -87,47 +89,7 @@ class MyModel(nn.Module):
 for _class in (MyNorm, MyAttention, MyShardedAttention, MyKernel, MyModel):
     _class.__module__ = "mylib.attention"
 
-MODELS_TOML = """
-[models."my-model"]
-adapter = "deepseek_v3"
-source = "this file"
-num_hidden_layers = 2
-hidden_size = 32
-rms_norm_eps = 1e-6
-
-[models."my-model".layers.mla]
-family = "mla"
-num_heads = 4
-q_lora_rank = 24
-kv_lora_rank = 16
-qk_nope_head_dim = 8
-qk_rope_head_dim = 4
-v_head_dim = 6
-
-[models."my-model".layer_classes."mylib:MyAttention"]
-family = "mla"
-num_heads = "n_heads"
-q_lora_rank = "q_lora_rank"
-kv_lora_rank = "kv_lora_rank"
-qk_nope_head_dim = "qk_nope_head_dim"
-qk_rope_head_dim = "qk_rope_head_dim"
-v_head_dim = "v_head_dim"
-q_norm = "q_norm"
-kv_norm = "kv_norm"
-softmax_scale = "scale"
-hidden_size = "width"
-layer_index = "index"
-tp_weight = "kv_b"
-
-[models."my-model".layer_classes."mylib:MyShardedAttention"]
-like = "mylib:MyAttention"
-without = ["tp_weight"]
-num_local_heads = "n_local_heads"
-tp_rank = "tp_rank"
-
-[models."my-model".layer_classes."mylib:MyKernel"]
-like = "vllm:MLAAttention"
-"""
+MODELS_TOML = (Path(__file__).parent / "mylib.toml").read_text(encoding="utf-8")
 
 
 def registry_of(kind=Registry, toml=MODELS_TOML, **words):

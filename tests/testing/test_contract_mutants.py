@@ -59,31 +59,15 @@ def test_the_right_adapter_passes_every_scenario():
 WRONG_FACTS = {
     "another attribute": ({"num_heads": "head_groups"}, "C1", "num_heads: declared 4, read 1"),
     "total for local": ({"num_heads": None, "num_local_heads": "n_heads"}, "C10", "num_heads: declared 4, read 8"),
-    "a constant epsilon": (
-        {"kv_norm": {"module": "kv_norm", "epsilon": {"const": 1e-6}}},
-        "C4",
-        "kv_norm.epsilon is the constant 1e-06",
-    ),
-    "another norm's epsilon": (
-        {"kv_norm": {"module": "kv_norm", "epsilon": "missing_eps"}, "q_norm": "q_norm"},
-        "C1",
-        "kv_norm.epsilon",
-    ),
+    "a constant epsilon": ({"kv_norm": {"module": "kv_norm", "epsilon": {"const": 1e-06}}}, "C4", "kv_norm.epsilon is the constant 1e-06"),
+    "another norm's epsilon": ({"kv_norm": {"module": "kv_norm", "epsilon": "missing_eps"}, "q_norm": "q_norm"}, "C1", "kv_norm.epsilon"),
     "a constant width": ({"v_head_dim": {"const": 6}}, "C4", "v_head_dim is the constant 6 of the adapter"),
     "a default": ({"qk_nope_head_dim": ["qk_nope_head_dim", {"const": 8}]}, "C5", "expected MissingAttributeError"),
-    "an epsilon of another norm": (
-        {"kv_norm": {"module": "kv_norm", "width": "weight.shape.0", "epsilon": ["eps", {"const": 1e-5}]}},
-        "C5",
-        "kv_norm.epsilon",
-    ),
+    "an epsilon of another norm": ({"kv_norm": {"module": "kv_norm", "width": "weight.shape.0", "epsilon": ["eps", {"const": 1e-05}]}}, "C5", "kv_norm.epsilon"),
     "the wrong side of a weight": ({"tp_weight": "kv_b.in_features"}, "C10", "num_local_heads: declared 2, read 4"),
-    "a linear that reads something else": (
-        {"q_norm": {"module": "q_norm", "consumers": ["kv_b"]}},
-        "C1",
-        ": kv_b: in_features ",
-    ),
+    "a linear that reads something else": ({"q_norm": {"module": "q_norm", "consumers": ["kv_b"]}}, "C1", ": kv_b: in_features "),
     "a guessed size": ({"tp_weight": None, "tp_size": {"const": 1}}, "C7", "expected ParallelUnknownError"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG_FACTS)

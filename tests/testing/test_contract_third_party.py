@@ -13,22 +13,6 @@ from layerfuse.testing import AdapterContract, run_contract
 from layerfuse.testing.run import results_of
 
 
-class TestMyModel(AdapterContract):
-    model, registry = "my-model", contract_mylib.registry_of()
-    decoder_layers = False
-
-    def build(self):
-        return contract_mylib.meta_model(kernels=True)
-
-    def build_small(self):
-        return contract_mylib.small()
-
-    def call(self, model):
-        import torch
-
-        return model(torch.arange(6).reshape(2, 3))
-
-
 class TestMyEngine(AdapterContract):
     """Layers that are built for one rank and say so, as vLLM's do."""
 

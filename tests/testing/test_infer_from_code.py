@@ -47,7 +47,7 @@ def asked(config, **changes):
         ("OlmoHybridConfig", {"output_norm_eps": 1e-5}),
         ("YoutuConfig", {}),
     ],
-)
+)  # fmt: skip
 def test_the_epsilons_of_the_code_are_found(config, epsilons):
     changes = {"rms_norm_eps": 1e-5} if config == "DeepseekV3Config" else {}  # as Moonlight has it
     entry = asked(config, **changes)[0].entry
@@ -300,7 +300,7 @@ def test_what_cannot_be_asked_is_said(monkeypatch):
         (["MineForCausalLM"], ["MineForCausalLM"]),
         (["LlamaForCausalLM"], ["LlamaForCausalLM"]),
     ],
-)
+)  # fmt: skip
 def test_a_class_of_other_code_is_named(names, others):
     values = {**transformers.Qwen3Config(num_hidden_layers=2).to_dict(), "architectures": names}
     found = ask_code(inspect(values, registry=registry.default, name="mine"), registry.default)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...ops.groups import summed
 from . import communicators
-from .resolved import Resolved
 from .stages import Kind, stages
+from .table import Resolved
 from .tensors import flat_like, gemma, packed_rows, scales_of, vector
 
 
@@ -102,27 +102,22 @@ def _kernel(found: Resolved, kind: Kind) -> _Run:
         padded_width: int | None,
         options: dict[str, Any],
     ) -> tuple[Tensor, ...] | None:
-        ranks, gate = communicators.ready(group, x.device)
+        ranks = communicators.ready(group, x.device)
         if ranks is None:
             return None
         flat = packed_rows(x)
         tokens, width = flat.shape
-        sizes = stages(width, x.itemsize, ranks.world_size, releases, kind=kind, padded_width=padded_width, gate=gate)
+        sizes = stages(width, x.itemsize, ranks.world_size, releases, kind=kind, padded_width=padded_width)
         stage = sizes.of(tokens)
         if not stage or not ranks.should_custom_ar(flat):
             return None
-        # What an engine captures inside of its communicator's `capture()` has the input itself read by the other ranks;
-        # elsewhere it is copied to a buffer that they know, which is right in every graph.
-        registered = (
-            ranks._IS_CAPTURING and ranks.enable_register_for_capturing and torch.cuda.is_current_stream_capturing()
-        )
         results: tuple[Tensor, ...] = method(
             ranks,
             inp=flat,
             res_inp=packed_rows(residual),
             w=vector(weight),
             eps=epsilon,
-            registered=registered,
+            registered=False,  # copied to a buffer that the other ranks know, which is right in every graph
             use_1stage=stage == 1,
             **options,
         )

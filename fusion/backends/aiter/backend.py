@@ -72,7 +72,7 @@ class Aiter(Backend):
             return None
         from . import communicators
 
-        return None if communicators.ready(group, device)[0] is not None else communicators.why_not(group)
+        return None if communicators.ready(group, device) is not None else communicators.why_not(group)
 
     def settings(self, case: Any) -> str:
         """What the stages follow from. The communicators' own limits are compared when they are made."""
@@ -119,9 +119,6 @@ def call_of(case: Any) -> Call:
         from ...ops.groups import world_size
 
         known["world_size"] = world_size(said["group"])
-    tables = [said[name] for name in ("cos_dtype", "sin_dtype") if name in said]
-    if tables:
-        known["table_dtype"] = next((dtype for dtype in tables if str(dtype) != "torch.float32"), tables[0])
     return Call(**{**known, "width": width, "weight_dtype": other, "arch": _arch()})
 
 

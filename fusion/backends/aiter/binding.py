@@ -22,10 +22,9 @@ from .calls import Call
 from .errors import AiterCallError, AiterUnavailableError
 from .matching import Match, match
 from .releases import ReleaseRange
-from .resolved import Resolved
 from .restriction import Restriction
 from .restrictions import refused_altogether, restrictions_of
-from .table import BINDINGS, BY_NAME, Binding
+from .table import BINDINGS, BY_NAME, Binding, Resolved
 
 
 @frozen(kw_only=True)

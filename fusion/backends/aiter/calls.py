@@ -21,11 +21,6 @@ class Call:
     width: int | None = None
     "Columns; of the query latent for the dual norms."
     kv_width: int | None = None
-    rope_width: int | None = None
-    pairs: str | None = None
-    "Which columns a rope turns together."
-    table_dtype: Any = None
-    "Of the tables of cos and sin; of the one that is not float32 where they differ."
     weight_offset: float | None = None
     "Of the query latent for the dual norms."
     kv_weight_offset: float | None = None
@@ -201,16 +196,6 @@ def without_stage(release: str, *, quantises: bool) -> Callable[[Call], bool]:
         return not found.most
 
     return when
-
-
-def strange_table(call: Call) -> bool:
-    """Tables in which the kernel would multiply with fewer digits."""
-    return is_not(call.table_dtype, "float32")
-
-
-def strange_widths(call: Call) -> bool:
-    """Columns that are no block of Triton's."""
-    return any(width is not None and not_a_power_of_two(width) for width in (call.kv_width, call.rope_width))
 
 
 def always(_: Call) -> bool:

@@ -1,4 +1,4 @@
-"""AITER's communicators: one for each process group and device, made by all ranks together or handed over by an engine.
+"""AITER's communicators: one for each process group and device, made by all ranks together.
 
 A rank that used one alone would wait for the others for ever. So all ranks say what came of it, and none uses one unless
 all can, with the same limits.
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import evolve, frozen
+from attrs import frozen
 
 from ...ops.agreement import patience
 from ...ops.groups import process_group
 from .. import BackendError, decide_again
 from .binding import installed_releases
-from .stages import OURS, WORLD_SIZES, Gate
+from .stages import WORLD_SIZES
 
 MODULE = "aiter.dist.device_communicators.custom_all_reduce"
 
@@ -27,7 +26,7 @@ MAX_SIZE = 128 * 1024 * 1024
 """Bytes of AITER's input buffer; it takes three times as much in all. Its default from v0.1.12 on is 1 GiB, of which it
 uses 64 MiB: inputs up to half of the buffer, and at most as many."""
 
-LIMITS = ("world_size", "max_size", "enable_register_for_capturing", "_car_max_size", "_car_min_size")
+LIMITS = ("world_size", "max_size", "_car_max_size", "_car_min_size")
 """What a communicator decides by in a call: unequal values would part the ranks there."""
 
 
@@ -48,10 +47,6 @@ class _Held:
     "The process group itself: another one may get its name later."
     communicator: Any = None
     reason: str = ""
-    gate: Gate = OURS
-    "Whose limits hold for its calls."
-    is_ours: bool = True
-    "False: an engine made it, and closes it."
 
 
 _held: dict[tuple[str, torch.device], _Held] = {}
@@ -78,10 +73,9 @@ def communicator(group: str, device: torch.device) -> Any:
     return held.communicator
 
 
-def ready(group: str, device: torch.device) -> tuple[Any, Gate]:
-    """The same for a call of an op, with the limits that hold; None where there is none, and the backend refuses the next calls."""
-    held = _of(group, device)
-    return held.communicator, held.gate
+def ready(group: str, device: torch.device) -> Any:
+    """The same for a call of an op; None where there is none, and the backend refuses the next calls."""
+    return _of(group, device).communicator
 
 
 def why_not(group: str) -> str | None:
@@ -90,40 +84,15 @@ def why_not(group: str) -> str | None:
     return next((held.reason for held in named if held.communicator is None), None)
 
 
-def attach(group: str, communicator: Any, gate: Gate = OURS) -> None:
-    """Use a communicator that an engine has made: each takes gigabytes. All ranks of the group call this with theirs.
-
-    Args:
-        group: the group's name.
-        communicator: AITER's `CustomAllreduce` over the same ranks (vLLM: `aiter_ca` of its wrapper). It stays the
-            engine's: `close` forgets it only.
-        gate: whose limits hold for calls with it: `stages.OURS`, or `stages.IN_VLLM` where a plan was made for vLLM.
-
-    Raises:
-        CommunicatorError: some rank's cannot be used, on all ranks.
-        GroupError: no group of this process is called that.
-    """
-    device = getattr(communicator, "device", None)
-    key = (group, torch.device("cpu") if device is None else torch.device(device))
-    with _lock:
-        current = _held.get(key)
-        taken = current is not None and current.communicator is not None and _is_current(group, current)
-        found = _agreed(group, lambda _: _given(communicator, taken), is_ours=False)
-        if found.communicator is None:
-            raise CommunicatorError(group, found.reason)
-        _held[key] = evolve(found, gate=gate)
-        decide_again()
-
-
 def close(group: str | None = None) -> None:
-    """Give back a group's communicator, or all: AITER's buffers, where layerfuse made it. All ranks do, when none computes.
+    """Give back a group's communicator, or all: AITER's buffers. All ranks do, when none computes.
 
     CUDA graphs that were captured with it must not be replayed any more. A later call makes another one.
     """
     with _lock:
         for name, device in [key for key in _held if group in (None, key[0])]:
             held = _held.pop((name, device))
-            if held.is_ours and held.communicator is not None:
+            if held.communicator is not None:
                 held.communicator.close()
         decide_again()
 
@@ -144,23 +113,14 @@ def _make(group: str, device: torch.device) -> _Held:
                 group,
                 "it cannot be made while a CUDA graph is captured; call the op once before, or communicator(group, device)",
             )
-        found = _agreed(group, lambda host: importlib.import_module(MODULE).CustomAllreduce(host, device, MAX_SIZE))
-        _held[group, device] = found
+        found = _held[group, device] = _agreed(group, device)
         if found.communicator is None:
             # Whoever was to run on AITER is asked again, and says why not.
             decide_again()
         return found
 
 
-def _given(communicator: Any, taken: bool) -> Any:
-    if taken:
-        raise ValueError("the group has one already; close(group) it first")
-    if not callable(getattr(communicator, "fused_ar_rms", None)):
-        raise TypeError(f"expected AITER's CustomAllreduce, got {type(communicator).__name__}")
-    return communicator
-
-
-def _agreed(group: str, make: Callable[[Any], Any], is_ours: bool = True) -> _Held:
+def _agreed(group: str, device: torch.device) -> _Held:
     """What all ranks make, where all can use theirs; else why not, alike on all ranks."""
     of = process_group(group)
     if of.size() not in WORLD_SIZES:
@@ -172,18 +132,16 @@ def _agreed(group: str, make: Callable[[Any], Any], is_ours: bool = True) -> _He
         return _Held(of=of, reason=reason)
     made, problem = None, None
     try:
-        made = make(host)
+        made = importlib.import_module(MODULE).CustomAllreduce(host, device, MAX_SIZE)
         if made.disabled:
             problem = "AITER has switched its communicator off, and its log says why; it needs the GPUs of one host"
-        elif made.world_size != of.size():
-            problem = f"a communicator of {made.world_size} ranks for a group of {of.size()}"
     except Exception as error:  # AITER asserts, and its extension raises anything
         problem = f"{type(error).__name__}: {error}"
     limits = {name: getattr(made, name, None) for name in LIMITS} if problem is None else {}
     reason = _difference(_told(host, {"problem": problem, **limits}))
     if reason is None:
-        return _Held(of=of, communicator=made, is_ours=is_ours)
-    if is_ours and made is not None and not made.disabled:
+        return _Held(of=of, communicator=made)
+    if made is not None and not made.disabled:
         made.close()
     return _Held(of=of, reason=reason)
 
@@ -223,6 +181,3 @@ def _host(group: str, of: Any) -> Any:
         host = dist.new_group(ranks, timeout=patience(of), backend="gloo", use_local_synchronization=True)
         known = _hosts[group] = (of, host)
     return known[1]
-
-
-__all__ = ["CommunicatorError", "attach", "close", "communicator", "ready", "why_not"]

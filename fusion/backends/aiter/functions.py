@@ -126,7 +126,3 @@ TRITON_CLAMP_QUANT = Function(
 TRITON_ACT_QUANT = Function(
     f"{_TRITON}.activation:act_mul_and_fp8_group_quant", "x, activation, group_size, dtype_quant="
 )
-TRITON_ROPE_CAT = Function(
-    f"{_TRITON}.fusions.fused_qk_concat:fused_qk_rope_cat", "q_nope, q_pe, k_nope, k_pe, pos, cos, sin, is_neox"
-)
-TRITON_CAT = Function(f"{_TRITON}.fusions.fused_qk_concat:fused_qk_cat", "q1, q2, k1, k2")

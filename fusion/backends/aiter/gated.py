@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...ops.quantisation import LARGEST, SMALLEST_AMAX, round_up_to_power_of_two
-from .resolved import Resolved
+from .table import Resolved
 from .tensors import dense, flat, flat_like, scale_buffer, scales_of, vector
 
 Pair = tuple[Tensor, Tensor]

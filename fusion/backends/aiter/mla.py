@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import AiterCallError
-from .resolved import Resolved
+from .table import Resolved
 
 PLAN = ("work_metadata_ptrs", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
 """The buffers of a plan, in the order in which AITER's sizes come. Its planner takes another order."""

@@ -1,19 +1,27 @@
 """Norms that quantise over AITER's kernels: HIP's for one norm, HIP's for two latents with both or one of them, Triton's.
 
 Each quantises the norm before any rounding, but for Triton's static form, which is told. Each norms the sum with the residual before its rounding.
+
+In blocks of 32 columns with a byte for each scale Triton's round the scales as `ops.quantisation` does. HIP's MXFP8 differs in one thing: a
+block whose largest magnitude is exactly 448 times a power of two keeps the scale with which that is 448, and a block of zeros has the scale
+of 1e-10. HIP's MXFP4, which rounds up, is not called.
+
+All ops take `x, weight, epsilon, weight_offset`, a residual behind x where they add one, twice the norm for an MLA layer's latents, and the
+options of their quantisation. All return the values, the scales unless they were given, the plain norm where it is kept, and the sum,
+or the norm of the second latent. `norms` puts that over one function of all their arguments, once, when binding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops.quantisation import MX_COLUMNS
-from .resolved import Resolved
-from .signatures import Norm, Results, norms
+from .table import Resolved
 from .tensors import (
     dense,
     empty_like,
@@ -28,6 +36,39 @@ from .tensors import (
     unpermuted,
     vector,
 )
+
+Norm = tuple[Tensor, Tensor, float, float]
+"""x, weight, epsilon and weight offset."""
+
+Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Values, scales, plain norm, sum with the residual (of two latents: the norm of kv); None for what there is not."""
+
+Core = Callable[..., Results]
+"""From a norm, a residual or None, a second norm or None, and the options: a scale and the dtype; or `dtype, group_size, column_major`,
+with no size for one scale per token; or none."""
+
+
+def norms(found: Resolved, core: Core) -> Callable[..., Any]:
+    """The op of one norm, `(x, [residual,] weight, epsilon, weight_offset, ...)`, or of an MLA layer's latents, `(q, kv, ...)`."""
+    per, adds = found.binding.per, found.binding.adds
+    kept = (True, per != "static", found.binding.keeps_norm, adds or found.binding.is_dual)
+    pick: Callable[[Results], Any] = itemgetter(*(place for place, is_kept in enumerate(kept) if is_kept))
+
+    def options(given: Sequence[Any]) -> Sequence[Any]:
+        return (given[0], None, False) if per == "token" else given[:3]
+
+    def two(*given: Any) -> Any:
+        q, kv, q_weight, kv_weight, q_epsilon, kv_epsilon, q_offset, kv_offset, *others = given
+        second = (kv, kv_weight, kv_epsilon, kv_offset)
+        return pick(core((q, q_weight, q_epsilon, q_offset), None, second, *options(others)))
+
+    def added(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, offset: float, *others: Any) -> Any:
+        return pick(core((x, weight, epsilon, offset), residual, None, *options(others)))
+
+    def one(x: Tensor, weight: Tensor, epsilon: float, offset: float, *others: Any) -> Any:
+        return pick(core((x, weight, epsilon, offset), None, None, *options(others)))
+
+    return two if found.binding.is_dual else added if adds else one
 
 
 def hip(found: Resolved) -> Callable[..., Any]:
@@ -169,3 +210,34 @@ def _triton(found: Resolved) -> Callable[..., tuple[Any, Tensor | None, Tensor |
         return out, shaped(normed, x), shaped(summed if second is None else kv_out, other)
 
     return run
+
+
+def triton_mxfp8(found: Resolved) -> Callable[..., Any]:
+    """`rms_norm_mxfp8_quant`, over `fused_rms_mxfp8_quant`."""
+    function = found.function
+
+    def core(norm: Norm, *_: None) -> Results:
+        x, weight, epsilon, _offset = norm
+        out, scale = function(x=flat(x), weight=dense(weight), eps=epsilon)
+        return out.view(x.shape), scale.view(*x.shape[:-1], -1), None, None
+
+    return norms(found, core)
+
+
+def triton_mxfp4(found: Resolved) -> Callable[..., Any]:
+    """`[add_]rms_norm_mxfp4_quant[_with_norm]`, over `fused_rms_mxfp4_quant`."""
+    function, keeps_norm = found.function, found.binding.keeps_norm
+
+    def core(norm: Norm, residual: Tensor | None, _second: None) -> Results:
+        x, weight, epsilon, _offset = norm
+        (out, scale), normed, _, summed = function(
+            x1=rows(x),
+            x1_weight=dense(weight),
+            x1_epsilon=epsilon,
+            res1=None if residual is None else rows(residual),
+            output_unquantized_inp1=keeps_norm,
+        )
+        leading = x.shape[:-1]
+        return out.view(*leading, -1), scale.view(*leading, -1), shaped(normed, x), shaped(summed, x)
+
+    return norms(found, core)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .resolved import Resolved
+from .table import Resolved
 from .tensors import dense, empty_like, flat, flat_like, gemma, packed_rows, rows, vector
 
 Pair = tuple[Tensor, Tensor]

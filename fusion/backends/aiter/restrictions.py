@@ -16,9 +16,6 @@ from .table import calling
 
 _DECODE = ("mla_decode",)
 _SIZES = ("mla_metadata_info",)
-_TURNED = ("mla_query_concat",)
-_UNTURNED = ("mla_query_concat.cat",)
-_QUERY = (*_TURNED, *_UNTURNED)
 _AR_PLAIN = calling("all_reduce.norm", "all_reduce.norm_pad")
 _AR_TOKEN = calling("all_reduce.per_token")
 _AR_GROUP = calling("all_reduce.per_group")
@@ -31,27 +28,6 @@ _NO_TRANSPOSE = "column-major scales: transpose_scale is in v0.1.17-rc0, v0.1.17
 
 RESTRICTIONS: tuple[R, ...] = (
     *NORM_RESTRICTIONS,
-    # ---- the query of MLA
-    R(_QUERY, "dtype", calls.not_floating, "dtypes other than float16, bfloat16 and float32"),
-    R(
-        _QUERY,
-        "widths",
-        calls.strange_widths,
-        "a latent or rope columns of no power of two columns: each is one block of Triton's",
-    ),
-    R(
-        _TURNED,
-        "pairs",
-        lambda call: call.pairs not in (None, "interleaved", "halves"),
-        "pairs that are read as neighbours and written as halves, or none at all: it turns and writes them as they lie",
-    ),
-    R(
-        _TURNED,
-        "tables",
-        calls.strange_table,
-        "tables of cos and sin other than float32: it multiplies in the dtype of the table and the query, and rounds each product",
-    ),
-    R(_UNTURNED, "pairs", lambda call: call.pairs not in (None, "none"), "a rope: it turns nothing"),
     # ---- MLA
     R(
         _DECODE,

@@ -14,8 +14,8 @@ def _per(per: str, *makers: str) -> tuple[str, ...]:
 
 
 _PLAIN = calling("norms.add_rms_norm")
-_HIP = calling("norm_quant.hip")
-_HIP_MX = calling("mx.hip_mxfp8")
+_HIP_MX = _per("none", "norm_quant.hip")
+_HIP = tuple(name for name in calling("norm_quant.hip") if name not in _HIP_MX)
 _DUAL = calling("norms.dual_rms_norm")
 _LATENTS = calling("norm_quant.latents")
 """What calls the kernels of the latents, for one norm or two."""
@@ -30,7 +30,7 @@ _FP8_HIP = (*_HIP, *_LATENTS, *_GATED, *_SILU)
 _T_PLAIN = calling("norms.triton_add_rms_norm", "norms.triton_add_rms_norm_pad")
 _T_NORM = calling("norm_quant.triton", "norm_quant.triton_static")
 _T_TWO_STATIC = tuple(name for name in _T_NORM if BY_NAME[name].is_dual and BY_NAME[name].per == "static")
-_T_MXFP8, _T_MXFP4 = calling("mx.triton_mxfp8"), calling("mx.triton_mxfp4")
+_T_MXFP8, _T_MXFP4 = calling("norm_quant.triton_mxfp8"), calling("norm_quant.triton_mxfp4")
 _T_GATED = calling("gated.triton_group")
 _T_STATIC_SILU = calling("silu_mul.triton_static")
 _T_ACT = calling("silu_mul.triton")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .resolved import Resolved
+from .table import Resolved
 from .tensors import (
     empty_like,
     flat,

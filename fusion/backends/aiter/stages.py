@@ -9,10 +9,9 @@ In one stage every rank reads all parts of every row. In two, each sums its shar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Literal
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from .releases import NEWEST, OLDEST, RELEASES, ReleaseRange, is_after
 
@@ -26,56 +25,11 @@ WORLD_SIZES = (2, 4, 8)
 """Others throw, though the plain all-reduce takes 6 too."""
 
 _KIB, _MIB = 1024, 1024 * 1024
-_BLOCKS = 80
-"""kMaxBlocks: up to v0.1.16.post6 one stage throws above as many tokens; from then on it loops."""
 _THREADS = 1024
 """Of a block, each with one pack of a row."""
 
-_LOOPS_SINCE = "v0.1.17-rc0"
 _ENDS_SINCE = "v0.1.19.post1"
 """From here on ranks wait for one another at the end of one stage."""
-
-
-@frozen(kw_only=True)
-class Gate:
-    """Whose limits beside the layout: what its owner found to pay, and what it takes for safe."""
-
-    name: str
-    one_stage_bytes: Callable[[Kind, int, str], int | None]
-    "From kind, world size and release to the most bytes of x for one stage; None: any."
-    two_stage_bytes: Callable[[Kind], int]
-    "The most bytes of x at all."
-    one_stage_tokens: int | None = None
-    careful: bool = False
-    "Whether it leaves out what a release does wrongly without an error."
-
-
-def _of_aiter(kind: Kind, world_size: int, release: str) -> int:
-    """`CudaCommunicator.fused_allreduce_rmsnorm` and its neighbours: 128 tokens of 7168 in 16 bits for all ranks."""
-    later = kind in ("plain", "pad") and _from(release, _LOOPS_SINCE)
-    return 128 * 7168 * 2 // world_size if later else 128 * _KIB
-
-
-def _most_of_aiter(kind: Kind) -> int:
-    return 4 * _MIB if kind == "token" else 64 * _MIB - 1
-
-
-def _of_vllm(kind: Kind, world_size: int, release: str) -> int | None:  # noqa: ARG001 (alike for all of them)
-    """`use_1stage_fused_ar_rms` of vLLM 0.33."""
-    return None if world_size == 2 else (256 if world_size <= 4 else 128) * _KIB - 1
-
-
-AITER = Gate(name="AITER", one_stage_bytes=_of_aiter, two_stage_bytes=_most_of_aiter)
-"""AITER's own, in its communicator's release."""
-
-VLLM = Gate(name="vLLM", one_stage_bytes=_of_vllm, two_stage_bytes=lambda _: 64 * _MIB, one_stage_tokens=80)
-"""vLLM's, whichever release it meets."""
-
-OURS = evolve(AITER, careful=True)
-"""AITER's, without what can give wrong numbers: what layerfuse's backend does."""
-
-IN_VLLM = evolve(VLLM, careful=True)
-"""vLLM's, without that: for a communicator that vLLM hands over (`communicators.attach`), and plans for vLLM."""
 
 
 @frozen(kw_only=True)
@@ -108,7 +62,6 @@ def stages(
     *,
     kind: Kind = "plain",
     padded_width: int | None = None,
-    gate: Gate = OURS,
 ) -> Stages:
     """The kernels of a fused all-reduce.
 
@@ -119,7 +72,6 @@ def stages(
         releases: one of AITER's, as `"v0.1.20"`, or what the installed build can be: then what is true of all of them.
         kind: what is made of the norm.
         padded_width: columns of the padded norm, for the kind `pad`.
-        gate: whose limits.
 
     Raises:
         ValueError: no release of that name is known.
@@ -131,22 +83,14 @@ def stages(
     refusal = _refused(width, out, itemsize, world_size, kind)
     if refusal is not None:
         return Stages(one_stage=0, two_stage=0, reason=refusal)
-    one = min((_one_stage(width, out, itemsize, world_size, each, kind, gate) for each in known), key=_tokens)
-    two = _two_stage(width, itemsize, world_size, kind, gate)
+    one = min(_one_stage(width, out, itemsize, world_size, each, kind) for each in known)
+    two = _two_stage(width, itemsize, world_size, kind)
     reason = one[1] if one[1] == two[1] else f"one stage: {one[1]}; two stages: {two[1]}"
     return Stages(one_stage=one[0], two_stage=two[0], reason=reason)
 
 
 _Limit = tuple[int, str]
 """Tokens, and what ends there."""
-
-
-def _tokens(limit: _Limit) -> int:
-    return limit[0]
-
-
-def _from(release: str, first: str) -> bool:
-    return not is_after(first, release)
 
 
 def _refused(width: int, out: int, itemsize: int, world_size: int, kind: Kind) -> str | None:
@@ -160,22 +104,17 @@ def _refused(width: int, out: int, itemsize: int, world_size: int, kind: Kind) -
     return f"{out} columns are fewer than {width}" if out < width else None
 
 
-def _one_stage(width: int, out: int, itemsize: int, world_size: int, release: str, kind: Kind, gate: Gate) -> _Limit:
+def _one_stage(width: int, out: int, itemsize: int, world_size: int, release: str, kind: Kind) -> _Limit:
     if max(width, out) * itemsize // PACK > _THREADS:
         return 0, f"a row is more than {_THREADS} packs of {PACK} bytes, one for each thread"
-    if gate.careful and not _from(release, _ENDS_SINCE):
+    if is_after(_ENDS_SINCE, release):
         return 0, f"before {_ENDS_SINCE} a rank may overwrite its input while another still reads it"
-    size = gate.one_stage_bytes(kind, world_size, release)
-    limits = [] if size is None else [(size // (width * itemsize), f"{gate.name}'s limit of {_bytes(size)}")]
-    if not _from(release, _LOOPS_SINCE):
-        limits.append((_BLOCKS, f"one block for each token, {_BLOCKS} at most, before {_LOOPS_SINCE}"))
-    if gate.one_stage_tokens is not None:
-        limits.append((gate.one_stage_tokens, f"{gate.name}'s limit of {gate.one_stage_tokens} tokens"))
-    most = gate.two_stage_bytes(kind)
-    return min([*limits, (most // (width * itemsize), f"{gate.name}'s limit of {_bytes(most)}")], key=_tokens)
+    # `CudaCommunicator.fused_allreduce_rmsnorm` and its neighbours: 128 tokens of 7168 in 16 bits for all ranks.
+    size = 128 * 7168 * 2 // world_size if kind in ("plain", "pad") else 128 * _KIB
+    return size // (width * itemsize), f"AITER's limit of {_bytes(size)}"
 
 
-def _two_stage(width: int, itemsize: int, world_size: int, kind: Kind, gate: Gate) -> _Limit:
+def _two_stage(width: int, itemsize: int, world_size: int, kind: Kind) -> _Limit:
     size, packs = width * itemsize, width * itemsize // PACK
     if kind in ("token", "group"):
         if packs > _THREADS:
@@ -189,8 +128,8 @@ def _two_stage(width: int, itemsize: int, world_size: int, kind: Kind, gate: Gat
         return 0, f"a row is {packs} packs of {PACK} bytes, and 64 to 2048 are taken"
     if packs % world_size:
         return 0, f"{packs} packs of {PACK} bytes do not divide among {world_size} ranks, and the rest would be dropped"
-    most = gate.two_stage_bytes(kind)
-    return most // size, f"{gate.name}'s limit of {_bytes(most)}"
+    most = 4 * _MIB if kind == "token" else 64 * _MIB - 1
+    return most // size, f"AITER's limit of {_bytes(most)}"
 
 
 def _bytes(size: int) -> str:
@@ -200,6 +139,3 @@ def _bytes(size: int) -> str:
             if (size + less) % unit == 0:
                 return f"{words}{(size + less) // unit} {name}"
     return f"{size} bytes"
-
-
-__all__ = ["AITER", "IN_VLLM", "OURS", "PACK", "VLLM", "WORLD_SIZES", "Gate", "Kind", "Stages", "stages"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from attrs import frozen
 
 from ...formats import FORMATS, FP8
 from . import functions as f
 from .matching import Function
+from .releases import ReleaseRange
 
 
 @frozen
@@ -47,6 +49,23 @@ class Binding:
         return next((word for word in FP8 if f"_{FORMATS[word].scheme}_quant" in self.op), "none")
 
 
+@frozen(kw_only=True)
+class Resolved:
+    """A function of AITER's, imported, with what is known of it. Everything here is asked once, when binding."""
+
+    binding: Binding
+    function: Callable[..., Any]
+    names: frozenset[str]
+    "The recorded parameters that it has; what else it may take has no known meaning."
+    releases: ReleaseRange
+    "What the build can be."
+
+    @property
+    def name(self) -> str:
+        """The binding's."""
+        return self.binding.name
+
+
 B = Binding
 
 
@@ -78,18 +97,16 @@ BINDINGS: tuple[B, ...] = (
     B("add_rms_norm", "norms.add_rms_norm", f.ADD_NORM),
     B("add_rms_norm.triton", "norms.triton_add_rms_norm", f.TRITON_ADD_PAD),
     B("add_rms_norm_pad", "norms.triton_add_rms_norm_pad", f.TRITON_ADD_PAD),
-    B("rms_norm_mxfp8_quant", "mx.hip_mxfp8", f.NORM_QUANT),
-    B("rms_norm_mxfp8_quant.triton", "mx.triton_mxfp8", f.TRITON_MXFP8_QUANT),
-    B("add_rms_norm_mxfp8_quant", "mx.hip_mxfp8", f.ADD_NORM_QUANT),
+    B("rms_norm_mxfp8_quant", "norm_quant.hip", f.NORM_QUANT),
+    B("rms_norm_mxfp8_quant.triton", "norm_quant.triton_mxfp8", f.TRITON_MXFP8_QUANT),
+    B("add_rms_norm_mxfp8_quant", "norm_quant.hip", f.ADD_NORM_QUANT),
     *(
-        B(f"{add}rms_norm_mxfp4_quant{kept}", "mx.triton_mxfp4", f.TRITON_MXFP4_QUANT)
+        B(f"{add}rms_norm_mxfp4_quant{kept}", "norm_quant.triton_mxfp4", f.TRITON_MXFP4_QUANT)
         for add in ("", "add_")
         for kept in ("", "_with_norm")
     ),
     *_quantised(),
     *_latents(),
-    B("mla_query_concat", "queries.turned", f.TRITON_ROPE_CAT),
-    B("mla_query_concat.cat", "queries.unturned", f.TRITON_CAT),
     B("gated_rms_norm_per_token_quant", "gated.hip_per_token", f.GATED_TOKEN_QUANT),
     B("gated_rms_norm_group_quant", "gated.hip_group", f.GATED_GROUP_QUANT),
     B("gated_rms_norm_group_quant.triton", "gated.triton_group", f.TRITON_GATED_QUANT),

@@ -45,7 +45,7 @@ class SymmMem(Backend):
             return None
         return why_not(case.group) or "the group has no workspace"
 
-    def own_steps(self, case: Any) -> tuple[int, ...]:
+    def steps(self, case: Any) -> tuple[int, ...]:
         """Where another form takes over, where programs have to take turns, and behind the last form the steps of the kernel without all-reduce."""
         from .workspaces import ready
 

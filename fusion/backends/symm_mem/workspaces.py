@@ -46,11 +46,6 @@ def why_not(group: str) -> str | None:
     return _failed.get(process_group(group))
 
 
-def keep(group: str, x: Tensor, *workspaces: Workspace) -> None:
-    """Let calls of a group with rows like those of x use these workspaces, on this rank; none: let them do without."""
-    _ready.setdefault(process_group(group), {})[_key(x)] = workspaces
-
-
 def workspaces_of(group: str, x: Tensor) -> tuple[Workspace, ...]:
     """The workspaces for rows like those of x, that for the fewest rows first; none where `why_not` may say why.
 
@@ -119,13 +114,6 @@ def _set_up(group: dist.ProcessGroup, x: Tensor) -> tuple[Workspace, ...]:
         _failed[group] = f"symmetric memory could not be set up: {reason}"
         return ()
     return tuple(made)
-
-
-def made_for(group: dist.ProcessGroup, device: torch.device, layout: Layout, tokens: int) -> Workspace:
-    """A workspace of a layout of one's own, for calls of up to so many tokens. Collective; what fails on one rank may hang the others."""
-    buffer = _buffer(layout, device)
-    dist.barrier(group)
-    return _joined(group, layout, tokens, buffer)
 
 
 def _by_all(group: dist.ProcessGroup, device: torch.device, step: Callable[[], Any]) -> tuple[str | None, Any]:

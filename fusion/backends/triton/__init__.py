@@ -39,9 +39,9 @@ class Triton(Backend):
         """A dtype, a width or an fp8 format, see `refuses_case`."""
         return refuses_case(case, isinstance(self.op.rows[0], QuantisedRows)) or super().refuses(case)
 
-    def own_steps(self, case: Any) -> tuple[int, ...]:
-        """Those of `steps_of`."""
-        return steps_of(case)
+    def steps(self, case: Any) -> tuple[int, ...]:
+        """By the kernel's rule, or those of `steps_of`."""
+        return super().steps(case) or steps_of(case)
 
 
 def steps_of(case: Any) -> tuple[int, ...]:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...declare import Op, QuantDtype
+from ...declare import PAIRS, Op, QuantDtype
 from ...ops.mla import absorbed
 from ...ops.quantisation import LARGEST
-from ...ops.rope import PAIRS
 from . import launcher, queries, tuning
 from . import steps_of as rows_steps
 from .absorb_kernel import query_absorb

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...declare import Op
 from ...linear_ops import WIDEST
-from ...ops.experts import block_scaled_experts as reference
 from ...ops.linear import BLOCK, MOST
+from ...ops.linear import block_scaled_experts as reference
 from ...ops.quantisation import LARGEST, scaling
 from . import launcher, linear, refuses_fp8
 from .experts_kernel import few_token_experts_down, few_token_experts_up

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from ...declare import Op
+from ...declare import PAIRS, Op
 from ...formats import FORMATS, FP8
 from ...latent_ops import BEFORE_OPTIONS
 from ...ops.cache_layout import layout_of
 from ...ops.quantisation import LARGEST
-from ...ops.rope import PAIRS
 from .. import repeatable
 from . import launcher, refuses_fp8, tuning
 from .family import NO_QUANT, Given, as_rows, quantised

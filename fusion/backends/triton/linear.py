@@ -77,7 +77,14 @@ class PlainShape(NamedTuple):
 
 
 def plain_shape(depth: int, tile: int, block: int, groups: int, held: int, warps: int) -> PlainShape:
-    """A shape of no more groups than the depth has."""
+    """A shape of no more groups than the depth has.
+
+    Raises:
+        ValueError: warps without 16 columns of their own, which a tensor core's instruction takes of each. For eight warps of 64 columns the assembler
+            of Triton 3.6 (ptxas 12.8) was seen to take the address of an operand from the stack's pointer or a thread's number: an illegal access.
+    """
+    if tile < 16 * warps:
+        raise ValueError(f"{warps} warps share {tile} columns, and each takes 16 of them at a time")
     several = -(-depth // block)
     taken = min(groups, several)
     return PlainShape(tile, block, taken, min(held, taken), -(-several // taken), warps)

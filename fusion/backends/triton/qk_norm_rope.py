@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops.rope import PAIRS
+from ...declare import PAIRS
 from . import launcher, tuning
 from .head_kernel import head_norms_rope
 from .queries import heads_of, unit_of

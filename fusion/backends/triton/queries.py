@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...declare import Joined, Op, QuantDtype
+from ...declare import PAIRS, Joined, Op, QuantDtype
 from ...ops.quantisation import LARGEST
-from ...ops.rope import PAIRS
 from .. import repeatable
 from . import launcher, tuning
 from .query_kernel import query

@@ -9,7 +9,7 @@ the same type of exception.
         package.norm(out, x, scale, weight, epsilon)
 
 `recorded` reads the signatures, `generate` and `texts` write the package, `behaviour` finds the bodies in its
-neighbours, `mla_sizes` states the sizes of the attention metadata.
+neighbours.
 """
 
 from __future__ import annotations
@@ -19,24 +19,9 @@ from .generate import make_standin, shared_standin
 from .importing import imported, on_path
 from .misuse import StandInMisuse
 from .mutation import Mutation
-from .recorded import EVERY_REF, RELEASES, TOO_OLD, Definition, Parameter, aliases, between, definitions, version
+from .recorded import RELEASES, TOO_OLD, between, definitions
 
 __all__ = [
-    "EVERY_REF",
-    "RELEASES",
-    "TOO_OLD",
-    "Definition",
-    "Mutation",
-    "Parameter",
-    "StandInMisuse",
-    "aliases",
-    "between",
-    "definitions",
-    "imported",
-    "make_checkout",
-    "make_standin",
-    "make_unrelated",
-    "on_path",
-    "shared_standin",
-    "version",
-]
+    "RELEASES", "TOO_OLD", "Mutation", "StandInMisuse", "between", "definitions", "imported", "make_checkout", "make_standin",
+    "make_unrelated", "on_path", "shared_standin",
+]  # fmt: skip

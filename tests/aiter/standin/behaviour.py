@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .recorded import Definition, between, definitions
+from .misuse import expect, expect_bool, expect_int
+from .recorded import Definition, between, definitions, parts
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
@@ -75,6 +76,19 @@ class Call:
                 raise RuntimeError(f"{self.name} not support output type: {tensor.dtype}")
             raise AssertionError(f"Unsupported dtype: {tensor.dtype}")
 
+    def triton_fp8(self, dtype: torch.dtype) -> torch.dtype:
+        """A dtype that a Triton kernel is to write."""
+        if dtype not in LARGEST:
+            raise NotImplementedError(f"the stand-in does not quantise to {dtype}")
+        expect(dtype == self.fp8, f"{dtype} is not the fp8 of {self.arch}: Triton has no such store there")
+        return dtype
+
+
+def by_given_scale(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp8 by a scale of one element."""
+    expect(isinstance(scale, Tensor) and scale.numel() == 1, "a scale that is given is a tensor of one element")
+    return (values * scale.float().reciprocal().reshape(())).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+
 
 Body = Callable[[Call], Any]
 
@@ -82,7 +96,7 @@ BODIES: dict[str, Body] = {}
 """Key of a definition -> its body; filled by the modules of `MODULES` when they are imported."""
 
 
-MODULES = ("allreduce", "decode", "gated", "mla", "mx", "norms", "qk", "queries", "silu", "triton")
+MODULES = ("allreduce", "decode", "gated", "mla", "mx", "norms", "qk", "silu", "triton")
 """The modules `behaviour_*` that hold the bodies."""
 
 
@@ -103,17 +117,21 @@ def body(*keys: str) -> Callable[[Body], Body]:
     return register
 
 
-def _check_tensors(call: Call) -> None:
-    """Arguments declared as tensors are tensors, as pybind11 and torch's schemas demand."""
+def _check_types(call: Call) -> None:
+    """Arguments declared as tensors are tensors, as pybind11 and torch's schemas demand; and flags are flags, and counts are counts."""
     definition = call.definition
-    for parameter in definition.parameters if definition else ():
-        annotation, value = (parameter.annotation or "").replace("torch.", ""), call.get(parameter.name)
-        optional = "None" in annotation or "Optional" in annotation or parameter.default == "None"
+    for name, annotation, default in map(parts, definition.parameters if definition else ()):
+        annotation, value = (annotation or "").replace("torch.", ""), call.get(name)
+        optional = "None" in annotation or "Optional" in annotation or default == "None"
         if annotation.removesuffix(" | None") in ("Tensor", "Optional[Tensor]"):
             if not (isinstance(value, Tensor) or (value is None and optional)):
-                raise TypeError(f"{call.name}() argument '{parameter.name}' must be Tensor, not {type(value).__name__}")
+                raise TypeError(f"{call.name}() argument '{name}' must be Tensor, not {type(value).__name__}")
         elif annotation in ("int", "float") and isinstance(value, Tensor):
-            raise TypeError(f"{call.name}() argument '{parameter.name}' must be {annotation}, not Tensor")
+            raise TypeError(f"{call.name}() argument '{name}' must be {annotation}, not Tensor")
+        elif annotation == "bool" or default in ("True", "False"):
+            expect_bool(value, name)
+        elif annotation == "int" or (not annotation and (default or "").removeprefix("-").isdigit()):
+            expect_int(value, name)
 
 
 def perform(key: str, release: str, arch: str, values: dict[str, Any]) -> Any:
@@ -129,5 +147,5 @@ def perform(key: str, release: str, arch: str, values: dict[str, Any]) -> Any:
     if key not in BODIES:
         raise NotImplementedError(f"the stand-in has the signature of {key}, but no body")
     call = Call(key, release, arch, values)
-    _check_tensors(call)
+    _check_types(call)
     return BODIES[key](call)

@@ -11,7 +11,7 @@ from torch import Tensor
 from layerfuse.fusion.ops.norm import normalise_wide
 
 from .behaviour import LARGEST, Call, body
-from .misuse import SIXTEEN_BIT, StandInMisuse, check, expect, expect_bool, expect_like, expect_rows, expect_weight
+from .misuse import SIXTEEN_BIT, StandInMisuse, check, expect, expect_like, expect_rows, expect_weight
 
 CLASS = "aiter.dist.device_communicators.custom_all_reduce:CustomAllreduce"
 MOST_BLOCKS = 80
@@ -113,11 +113,6 @@ def _check_registered(call: Call) -> None:
     expect(registers or not call["registered"], "registered=True, but the input was never registered")
 
 
-def _flags(call: Call, *names: str) -> None:
-    for name in names:
-        expect_bool(call.get(name, False), name)
-
-
 def _check_output(out: Tensor | None, like: Tensor, name: str) -> Tensor:
     """A given output, or a new one."""
     if out is None:
@@ -131,7 +126,6 @@ def _check_output(out: Tensor | None, like: Tensor, name: str) -> Tensor:
 def fused_ar_rms(call: Call) -> tuple[Tensor, ...]:
     """(out, res_out); with a quantisation (fp8, res_out, scale[, bf16])."""
     x, weight = call["inp"], call["w"]
-    _flags(call, "registered", "use_1stage", "post_per_token_quant", "gemma_norm", "emit_bf16")
     quantising = call["post_per_token_quant"]
     _check_registered(call)
     total = _sum(call, x, weight, call["res_inp"])
@@ -177,7 +171,6 @@ def _check_group_size(group_size: Any, x: Tensor) -> None:
 def fused_ar_rms_per_group_quant(call: Call) -> tuple[Tensor, ...]:
     """(fp8, res_out, scales[, bf16]); transposed scales have strides (1, rows)."""
     x, weight, group_size = call["inp"], call["w"], call["group_size"]
-    _flags(call, "registered", "use_1stage", "emit_bf16", "transpose_scale")
     _check_group_size(group_size, x)
     _check_registered(call)
     check(x.shape[-1] == weight.numel(), "the last dim of inp must equal weight.numel()")

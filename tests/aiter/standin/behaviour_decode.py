@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .behaviour import Call, body
 from .behaviour_mla import FILLED, code
-from .misuse import check, expect, expect_bool, expect_int, expect_rows
+from .misuse import check, expect, expect_int, expect_rows
 
 PERSISTENT = ("work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
 FP8_PRODUCTS = (8, 16, 32, 48, 64, 128, 256, 384, 512)
@@ -52,14 +52,10 @@ def _check_arguments(call: Call) -> int:
     expect_int(call["max_seqlen_q"], "max_seqlen_q")
     expect(call["sm_scale"] is None or isinstance(call["sm_scale"], float), f"sm_scale is {call['sm_scale']!r}")
     expect(isinstance(call["logit_cap"], float | int), f"logit_cap is {call['logit_cap']!r}")
-    for name in ("intra_batch_mode", "return_logits", "return_lse"):
-        expect_bool(call.get(name, False), name)
     pages: int = call["kv_buffer"].shape[1]
-    expect_int(call["page_size"], "page_size")
     expect(call["page_size"] == pages, f"page_size is {call['page_size']}, but kv_buffer has pages of {pages}")
     expect(call["nhead_kv"] == 1, f"nhead_kv is {call['nhead_kv']}")
     expect(call.get("cp_world_size", 1) == 1 and call.get("g_kv_indptr") is None, "the stand-in has one rank")
-    expect_bool(call.get("causal", True), "causal")
     return pages
 
 

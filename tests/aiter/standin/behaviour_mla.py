@@ -11,20 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerfuse.fusion.metadata import sizes
+
 from .behaviour import Call, body
-from .misuse import check, expect, expect_bool, expect_int
-from .mla_sizes import Shapes, mla_shapes
+from .misuse import check, expect, is_power_of_two
 
 MODULE = "aiter.ops.attention"
-BUFFERS = (
-    "work_metadata_ptrs",
-    "work_indptr",
-    "work_info_set",
-    "reduce_indptr",
-    "reduce_final_map",
-    "reduce_partial_map",
-)
+BUFFERS = sizes.BUFFERS
 """The order in which `get_mla_metadata_info_v1` names them, which is not that of `get_mla_metadata_v1`."""
+
+Shapes = tuple[tuple[Any, torch.dtype], ...]
+
+
+def shapes(call: Call, batch: int, queries: int, heads: int, q: torch.dtype, kv: torch.dtype, **options: Any) -> Shapes:
+    """(shape, dtype) of each buffer: by the table, which `test_metadata_formula` holds to AITER's own functions."""
+    check(heads % 8 == 0, "num_head_qo % 8 == 0", AssertionError)
+    words: dict[str, Any] = {name: "fp8" if dtype == call.fp8 else "bf16" for name, dtype in (("q", q), ("kv", kv))}
+    units = {"gfx942": 304, "gfx950": 256}[call.arch]
+    case = sizes.Case(batch=batch, queries=queries, heads=heads, arch=call.arch, cu_count=units, **words, **options)
+    found = sizes.metadata_shapes(case, call.release)
+    dtypes = [getattr(torch, sizes.BUFFER_DTYPE[name]) for name in BUFFERS]
+    return tuple(
+        (found[name] if len(found[name]) > 1 else found[name][0], dtype)
+        for name, dtype in zip(BUFFERS, dtypes, strict=True)
+    )
+
 
 FILLED = {"work_indptr": 11, "reduce_indptr": 13, "reduce_final_map": 14, "reduce_partial_map": 15}
 """What the builder leaves in the buffers that hold no parameters."""
@@ -33,32 +44,12 @@ FILLED = {"work_indptr": 11, "reduce_indptr": 13, "reduce_final_map": 14, "reduc
 @body(f"{MODULE}:get_mla_metadata_info_v1")
 def get_mla_metadata_info_v1(call: Call) -> Shapes:
     """Shapes and dtypes; one-dimensional shapes are plain ints."""
-    for name in ("batch_size", "max_seqlen_qo", "num_head_qo"):
-        expect_int(call[name], name)
-    for name in ("is_sparse", "fast_mode", "intra_batch_mode"):
-        expect_bool(call[name], name)
-    expect_int(call["num_kv_splits"], "num_kv_splits")
     for name in ("q_dtype", "kv_dtype"):
         expect(isinstance(call[name], torch.dtype), f"{name} is {call[name]!r}, no dtype")
-    return mla_shapes(
-        call.release,
-        call.arch,
-        call["batch_size"],
-        call["max_seqlen_qo"],
-        call["num_head_qo"],
-        call["q_dtype"],
-        call["kv_dtype"],
-        call["is_sparse"],
-        call["fast_mode"],
-        call["num_kv_splits"],
-        call["intra_batch_mode"],
-        call["max_split_per_batch"],
-    )
-
-
-def _power_of_two(number: Any, name: str) -> None:
-    expect_int(number, name)
-    check(number > 0 and number & (number - 1) == 0, f"{name} Must be power of 2!")
+    names = {"sparse": "is_sparse", "fast": "fast_mode", "num_kv_splits": "num_kv_splits"}
+    names |= {"intra_batch": "intra_batch_mode", "max_split_per_batch": "max_split_per_batch"}
+    given = (call[name] for name in ("batch_size", "max_seqlen_qo", "num_head_qo", "q_dtype", "kv_dtype"))
+    return shapes(call, *given, **{ours: call[name] for ours, name in names.items()})
 
 
 def _check_indices(call: Call, names: tuple[str, ...]) -> int:
@@ -136,38 +127,19 @@ def get_mla_metadata_v1(call: Call) -> None:
     """Fills the buffers, after looking at all that the real one takes on trust."""
     requests = _check_indices(call, ("seqlens_qo_indptr", "seqlens_kv_indptr", "kv_last_page_lens"))
     expect(call["kv_last_page_lens"].numel() == requests, "kv_last_page_lens has not one length per request")
-    _power_of_two(call["page_size"], "page_size")
-    _power_of_two(call["kv_granularity"], "kv_granularity")
-    for name in ("is_causal", "fast_mode", "intra_batch_mode", "is_cp_round_robin"):
-        expect_bool(call.get(name, False), name)
-    for name in (
-        "num_heads_per_head_k",
-        "num_heads_k",
-        "max_seqlen_qo",
-        "uni_seqlen_qo",
-        "topk",
-        "max_split_per_batch",
-    ):
-        expect_int(call[name], name)
+    for name in ("page_size", "kv_granularity"):
+        check(is_power_of_two(call[name]), f"{name} Must be power of 2!")
     heads = call["num_heads_per_head_k"]
     expect(call["num_heads_k"] == 1, f"num_heads_k is {call['num_heads_k']}, but MLA has one latent head")
     longest = _longest(call, call["seqlens_qo_indptr"])
     q_dtype, kv_dtype = component_dtypes(call)
     sparse = call["topk"] >= 0
     _check_heads(call, heads, longest, q_dtype.itemsize == 1)
-    needed = mla_shapes(
-        call.release,
-        call.arch,
-        requests,
-        longest,
-        heads,
-        q_dtype,
-        kv_dtype,
-        sparse,
-        call["fast_mode"],
-        1 if call["intra_batch_mode"] else 32,
-        call["intra_batch_mode"],
-        call["max_split_per_batch"],
+    fast, intra, most = call["fast_mode"], call["intra_batch_mode"], call["max_split_per_batch"]
+    options = {"sparse": sparse, "fast": fast, "num_kv_splits": 1 if intra else 32, "intra_batch": intra}
+    # Whoever plans for sparse queries hands over each as a sequence of its own.
+    needed = shapes(
+        call, requests, 1 if sparse else longest, heads, q_dtype, kv_dtype, max_split_per_batch=most, **options
     )
     _check_buffers(call, needed)
     for name, value in FILLED.items():

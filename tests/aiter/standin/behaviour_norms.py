@@ -14,12 +14,11 @@ from .misuse import (
     SIXTEEN_BIT,
     check,
     expect,
-    expect_bool,
-    expect_int,
     expect_like,
     expect_rows,
     expect_unit_stride,
     expect_weight,
+    is_power_of_two,
 )
 
 MODULE = "aiter.ops.rmsnorm"
@@ -70,15 +69,8 @@ def _normed(x: Tensor, weight: Tensor, epsilon: float, gemma: bool, sensitive: i
     return unit.to(weight.dtype).float() * (weight.float() + offset)
 
 
-def _model_sensitive(call: Call) -> int:
-    value: int = call["use_model_sensitive_rmsnorm"]
-    expect_int(value, "use_model_sensitive_rmsnorm")
-    return value
-
-
 def _gemma(call: Call, kernel: str) -> bool:
     gemma: bool = call.get("gemma_norm", False)
-    expect_bool(gemma, "gemma_norm")
     expect(not (gemma and kernel == "ck"), "gemma_norm is silently dropped where the CK kernel is chosen")
     return gemma
 
@@ -86,7 +78,7 @@ def _gemma(call: Call, kernel: str) -> bool:
 @body(f"{MODULE}:rmsnorm2d_fwd_with_add")
 def rmsnorm2d_fwd_with_add(call: Call) -> None:
     """Writes the norm of the unrounded sum, and the rounded sum."""
-    sensitive = _model_sensitive(call)
+    sensitive = call["use_model_sensitive_rmsnorm"]
     x, weight, out = call["input"], call["weight"], call["out"]
     kernel = kernel_of(call, x, sensitive)
     gemma, residual_in, residual_out = _gemma(call, kernel), call["residual_in"], call["residual_out"]
@@ -109,15 +101,13 @@ def _check_groups(call: Call, width: int, group_size: int, adding: bool) -> None
     fits = group_size % per_thread == 0 and group_size <= 64 * per_thread
     check(fits, f"group_size not support: {group_size}")
     threads = group_size // per_thread
-    check(threads & (threads - 1) == 0, "reduce_thread_size is not power of 2")
+    check(is_power_of_two(threads), "reduce_thread_size is not power of 2")
     expect(width % group_size == 0, f"a width of {width} is no multiple of group_size {group_size}, which is unchecked")
 
 
 def _store(call: Call, normed: Tensor, adding: bool) -> None:
     """Quantises to `out`, and writes scales flat: per row, or per group in either order."""
     out, scale, group_size, shuffle = (call[name] for name in ("out", "scale", "group_size", "shuffle_scale"))
-    expect_int(group_size, "group_size")
-    expect_bool(shuffle, "shuffle_scale")
     rows, width = normed.shape
     call.check_fp8(out)
     if out.dtype not in LARGEST:

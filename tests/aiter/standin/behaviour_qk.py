@@ -13,7 +13,6 @@ from .misuse import (
     SIXTEEN_BIT,
     check,
     expect,
-    expect_bool,
     expect_even,
     expect_like,
     expect_rows,
@@ -90,10 +89,7 @@ def _quantised_pair(call: Call, group_size: int | None, transpose_scale: bool) -
     """Both norms, q's quantised from its unrounded result: `csrc/kernels/fused_qk_rmsnorm_group_quant.cu`."""
     q, weight, quantised, scale = call["q"], call["q_weight"], call["q_out_quantized"], call["q_out_scale"]
     check(q is not None and weight is not None, "q and q_weight are required")
-    gemma = call["gemma_norm"]
-    expect_bool(gemma, "gemma_norm")
-    expect_bool(transpose_scale, "transpose_scale")
-    offset = 1.0 if gemma else 0.0
+    offset = 1.0 if call["gemma_norm"] else 0.0
     check(q.dim() == 2, "q must be a 2D tensor")
     check(q.dtype in SIXTEEN_BIT, "q must be fp16 or bf16")
     check(weight.dim() == 1 and weight.dtype == q.dtype, "q_weight must be a 1D tensor of q's dtype")

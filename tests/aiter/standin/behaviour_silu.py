@@ -7,8 +7,8 @@ from torch import Tensor
 
 from layerfuse.fusion.ops.quantisation import quantise
 
-from .behaviour import LARGEST, Call, body
-from .misuse import SIXTEEN_BIT, check, expect, expect_bool, expect_rows
+from .behaviour import Call, body, by_given_scale
+from .misuse import SIXTEEN_BIT, check, expect, expect_rows, is_power_of_two
 
 MODULE = "fused_silu_mul_fp8_per_tensor_static_quant"
 
@@ -37,9 +37,8 @@ def silu_and_mul_quant(call: Call) -> None:
     check(x.dtype in SIXTEEN_BIT, f"not support input type: {x.dtype}")
     call.check_fp8(out)
     check(group_size > 0 and width % group_size == 0, "d must be divisible by group_size")
-    check(group_size & (group_size - 1) == 0, "group_size must be power of 2")
+    check(is_power_of_two(group_size), "group_size must be power of 2")
     check(width <= 8192, "silu_and_mul_quant: d > 8192 not supported")
-    expect_bool(call["shuffle_scale"], "shuffle_scale")
     per_thread = next(size for most, size in ((2048, 8), (4096, 16), (6144, 24), (8192, 32)) if width <= most)
     threads = group_size // per_thread
     expect(
@@ -59,23 +58,14 @@ def silu_and_mul_quant(call: Call) -> None:
     scale.view(-1).copy_((scales.t() if call["shuffle_scale"] else scales).reshape(-1))
 
 
-def _fp8(call: Call, dtype: torch.dtype) -> torch.dtype:
-    expect(dtype == call.fp8, f"{dtype} is not the fp8 of {call.arch}: Triton has no such store there")
-    return dtype
-
-
 @body(f"aiter.ops.triton.quant.fused_fp8_quant:{MODULE}")
 def fused_silu_mul_fp8_per_tensor_static_quant(call: Call) -> Tensor:
     """One tensor, by a scale that is given."""
-    x, scale = call["inp"], call["inp_scale"]
-    expect(isinstance(scale, Tensor) and scale.numel() == 1, "inp_scale is a tensor of one element")
-    expect_bool(call["silu_convert_to_inp_type"], "silu_convert_to_inp_type")
+    x = call["inp"]
     product = _product(*_halves(x, "inp"), 0)
     if call["silu_convert_to_inp_type"]:
         product = product.to(x.dtype).float()
-    dtype = _fp8(call, call["dtype_quant"])
-    largest = LARGEST[dtype]
-    return (product * scale.float().reciprocal().reshape(())).clamp(-largest, largest).to(dtype)
+    return by_given_scale(product, call["inp_scale"], call.triton_fp8(call["dtype_quant"]))
 
 
 @body("aiter.ops.triton.fusions.fused_clamp_act_mul:fused_clamp_act_mul")
@@ -84,13 +74,12 @@ def fused_clamp_act_mul(call: Call) -> tuple[Tensor, Tensor]:
     gate, up = _halves(call["inp"], "inp")
     width, group_size = gate.shape[1], call["quant_block_size"]
     check(width >= 128 and width % 128 == 0, "n_half % 128 == 0", AssertionError)
-    check(group_size > 0 and group_size & (group_size - 1) == 0, "reshape of a power of two", ValueError)
+    check(is_power_of_two(group_size), "reshape of a power of two", ValueError)
     check(group_size <= 1 << (width - 1).bit_length(), "a block is larger than the row", ValueError)
     expect(call["scale_dtype_fmt"] == "fp32" and not call["shuffle_scale"], "the stand-in knows fp32")
     for name in ("out", "scale", "weights"):
         expect(call[name] is None, f"the stand-in takes no {name}")
     expect(call["activation"] == "silu" and call["dtype_quant"] is not None, "the stand-in quantises silu")
-    expect_bool(call["transpose_scale"], "transpose_scale")
     product = _product(gate, up, call["swiglu_limit"])
-    values, scales = quantise(product, _fp8(call, call["dtype_quant"]), group_size, False, False)
+    values, scales = quantise(product, call.triton_fp8(call["dtype_quant"]), group_size, False, False)
     return values, scales.t().contiguous().view(scales.shape) if call["transpose_scale"] else scales

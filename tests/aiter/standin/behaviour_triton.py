@@ -10,8 +10,8 @@ from torch import Tensor
 from layerfuse.fusion.ops.norm import normalise_wide
 from layerfuse.fusion.ops.quantisation import quantise
 
-from .behaviour import LARGEST, Call, body
-from .misuse import check, expect, expect_bool, expect_rows
+from .behaviour import Call, body, by_given_scale
+from .misuse import check, expect, expect_rows, is_power_of_two
 
 MODULE = "aiter.ops.triton.quant.fused_fp8_quant"
 
@@ -25,17 +25,6 @@ def _two_dimensions(x: Tensor, name: str) -> tuple[int, int]:
 def _weight(weight: Tensor, width: int, name: str) -> None:
     expect(weight.dim() == 1 and weight.numel() == width, f"{name} {tuple(weight.shape)}: {width} elements are read")
     expect(weight.stride(0) == 1, f"{name} has stride {weight.stride(0)}, but 1 is assumed unchecked")
-
-
-def _fp8(call: Call, dtype: torch.dtype) -> torch.dtype:
-    if dtype not in LARGEST:
-        raise NotImplementedError(f"the stand-in does not quantise to {dtype}")
-    expect(dtype == call.fp8, f"{dtype} is not the fp8 of {call.arch}: Triton has no such store there")
-    return dtype
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
 
 
 def _first(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -67,13 +56,10 @@ def _second(call: Call) -> Tensor | None:
 def fused_rms_fp8_group_quant(call: Call) -> tuple[Any, ...]:
     """((fp8, scales), unquantised, second norm, sum with the residual): what was not asked for is None."""
     group_size, transposed, strided = call["group_size"], call["transpose_scale"], call.get("is_x_scale_strided", False)
-    expect_bool(transposed, "transpose_scale")
-    expect_bool(strided, "is_x_scale_strided")
-    expect_bool(call["output_unquantized_inp1"], "output_unquantized_inp1")
-    check(_is_power_of_two(group_size), f"arange's range must be a power of 2, got {group_size}", ValueError)
+    check(is_power_of_two(group_size), f"arange's range must be a power of 2, got {group_size}", ValueError)
     normed, summed = _first(call)
     second = _second(call)
-    values, scales = quantise(normed, _fp8(call, call["dtype_quant"]), group_size, False, False)
+    values, scales = quantise(normed, call.triton_fp8(call["dtype_quant"]), group_size, False, False)
     if transposed:
         memory = scales.t().contiguous()
         scales = memory.t() if strided else memory.view(scales.shape)
@@ -84,17 +70,13 @@ def fused_rms_fp8_group_quant(call: Call) -> tuple[Any, ...]:
 @body(f"{MODULE}:fused_rms_fp8_per_tensor_static_quant")
 def fused_rms_fp8_per_tensor_static_quant(call: Call) -> tuple[Any, ...]:
     """(fp8, unquantised, second norm, sum with the residual), by a scale that is given."""
-    scale = call["inp1_scale"]
-    expect(isinstance(scale, Tensor) and scale.numel() == 1, "inp1_scale is a tensor of one element")
     normed, summed = _first(call)
     second = _second(call)
     if second is not None:
         block = 1 << (second.shape[1] - 1).bit_length()
         expect(block >= normed.shape[1], f"the block of {block} is chosen by inp2 alone: columns of inp1 are left out")
-    dtype = _fp8(call, call["dtype_quant"])
     rounded = normed.to(call["inp1"].dtype).float() if call["rmsnorm_convert_to_inp1_type"] else normed
-    largest = LARGEST[dtype]
-    values = (rounded * scale.float().reciprocal().reshape(())).clamp(-largest, largest).to(dtype)
+    values = by_given_scale(rounded, call["inp1_scale"], call.triton_fp8(call["dtype_quant"]))
     unquantised = normed.to(call["inp1"].dtype).contiguous() if call["output_unquantized_inp1"] else None
     return values, unquantised, second, summed
 
@@ -130,9 +112,9 @@ def act_mul_and_fp8_group_quant(call: Call) -> tuple[Tensor, Tensor]:
     x, group_size = call["x"], call["group_size"]
     _, width = _two_dimensions(x, "x")
     check(width % 2 == 0, "N % 2 == 0", AssertionError)
-    check(_is_power_of_two(group_size), f"arange's range must be a power of 2, got {group_size}", ValueError)
+    check(is_power_of_two(group_size), f"arange's range must be a power of 2, got {group_size}", ValueError)
     expect(call["activation"] in ACTIVATIONS, f"activation {call['activation']!r} silently means none")
     half = width // 2
     expect(half % group_size == 0, f"columns behind the {half} are not loaded, but count for a scale of {group_size}")
     product = ACTIVATIONS[call["activation"]](x[:, :half].float()) * x[:, half:].float()
-    return quantise(product, _fp8(call, call["dtype_quant"]), group_size, False, False)
+    return quantise(product, call.triton_fp8(call["dtype_quant"]), group_size, False, False)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from . import texts
 from .mutation import Mutated, Mutation, mutated
-from .recorded import Definition, Parameter, aliases, definitions, version
+from .recorded import Definition, aliases, definitions, version
 
 Fault = Literal["rocm", "gfx", "library", "module"]
 
@@ -69,15 +69,6 @@ class CustomAllreduce:
 '''
 
 
-def _signature(parameters: tuple[Parameter, ...]) -> str:
-    written: list[str] = []
-    for index, parameter in enumerate(parameters):
-        if parameter.keyword_only and (index == 0 or not parameters[index - 1].keyword_only):
-            written.append("*")
-        written.append(str(parameter))
-    return ", ".join(written)
-
-
 def _function(recorded: Definition, new: Mutated) -> str:
     """The source of one function: its signature, and a body that hands its arguments to the stand-in's."""
     definition = new.definition
@@ -89,7 +80,7 @@ def _function(recorded: Definition, new: Mutated) -> str:
     returns = "" if definition.returns is None else f" -> {definition.returns}"
     values = ", ".join(f'"{name}": {source}' for name, source in new.values.items())
     return (
-        f"\n\n{decorator}def {new.name}({_signature(definition.parameters)}){returns}:\n"
+        f"\n\n{decorator}def {new.name}({', '.join(definition.parameters)}){returns}:\n"
         f'    return behave("{recorded.key}", {{{values}}})\n'
     )
 
@@ -100,8 +91,7 @@ def _module(path: str, functions: dict[Definition, Mutated], release: str) -> st
     text += COMPILED if "compile_ops" in hidden else ""
     text += GUARDED if "torch_compile_guard" in hidden else ""
     text += ENUMS if not path.startswith("aiter.ops.triton") else ""
-    defaults = {parameter.default for definition in functions for parameter in definition.parameters}
-    text += FP8 if "fp8_dtype" in defaults else ""
+    text += FP8 if "fp8_dtype" in str([*functions]) else ""
     methods = {definition: new for definition, new in functions.items() if definition.owner}
     for definition, new in functions.items():
         if definition not in methods:

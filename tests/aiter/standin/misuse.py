@@ -39,6 +39,10 @@ def expect_int(value: Any, name: str) -> None:
     )
 
 
+def is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
 def expect_rows(tensor: Tensor, name: str) -> None:
     """A launch over no rows has an empty grid, which HIP refuses or ignores."""
     expect(tensor.shape[0] > 0, f"{name} has no rows: the grid would be empty")

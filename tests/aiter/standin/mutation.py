@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .recorded import Definition, Parameter
+from .recorded import Definition, parts
 
 
 @dataclass(frozen=True)
@@ -41,40 +41,30 @@ class Mutated:
     values: dict[str, str]
 
 
-def _index(parameters: list[Parameter], name: str | None, definition: Definition) -> int:
-    names = [parameter.name for parameter in parameters]
-    if name not in names:
-        raise ValueError(f"{definition.key} has no parameter {name!r}; it has {', '.join(names)}")
-    return names.index(name)
-
-
 def mutated(definition: Definition, mutation: Mutation | None) -> Mutated:
     """A definition under a mutation, or unchanged if it is of another function.
 
     Raises:
         ValueError: the mutation names a parameter that is not there.
     """
-    values = {parameter.name: parameter.name for parameter in definition.parameters}
+    values = {name: name for name in definition.names}
     if mutation is None or mutation.function != definition.key:
         return Mutated(definition, definition.name, values)
     name = mutation.name or ""
     if mutation.kind == "rename":
         return Mutated(definition, name, values)
     parameters = list(definition.parameters)
-    at = _index(parameters, mutation.parameter, definition)
-    chosen = parameters[at]
+    at = [parts(parameter)[0] for parameter in parameters].index(mutation.parameter)
+    chosen, _, default = parts(parameters[at])
     if mutation.kind == "rename_parameter":
-        parameters[at] = replace(chosen, name=name)
-        values[chosen.name] = name
+        parameters[at] = name + parameters[at].removeprefix(chosen)
+        values[chosen] = name
     elif mutation.kind == "swap":
-        to = _index(parameters, mutation.other, definition)
-        parameters[at], parameters[to] = (
-            replace(parameters[to], keyword_only=chosen.keyword_only),
-            replace(chosen, keyword_only=parameters[to].keyword_only),
-        )
+        to = [parts(parameter)[0] for parameter in parameters].index(mutation.other)
+        parameters[at], parameters[to] = parameters[to], parameters[at]
     elif mutation.kind == "insert":
-        parameters.insert(at, Parameter(name, "Tensor", None, chosen.keyword_only))
+        parameters.insert(at, f"{name}: Tensor")
     else:
         del parameters[at]
-        values[chosen.name] = chosen.default or "None"
+        values[chosen] = default or "None"
     return Mutated(replace(definition, parameters=tuple(parameters)), definition.name, values)

@@ -5,9 +5,9 @@ The data lies in `tests/data/aiter_signatures.json`; its `source` says where it 
 
 from __future__ import annotations
 
-import ast
 import functools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,20 +53,15 @@ def version(release: str) -> str:
     return release.removeprefix("v").replace("-longctx", "").replace("-rc", "rc")
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter as it is written; the texts are Python source, or None."""
+PARAMETER = re.compile(r"(\*|\w+)(?:: (.+?))?(?: ?= ?(.+))?")
 
-    name: str
-    annotation: str | None = None
-    default: str | None = None
-    keyword_only: bool = False
 
-    def __str__(self) -> str:
-        text = self.name if self.annotation is None else f"{self.name}: {self.annotation}"
-        if self.default is None:
-            return text
-        return f"{text} = {self.default}" if self.annotation is not None else f"{text}={self.default}"
+def parts(parameter: str) -> tuple[str, str | None, str | None]:
+    """Name, annotation and default of a parameter as it is written."""
+    found = PARAMETER.fullmatch(parameter)
+    assert found, parameter
+    name, annotation, default = found.groups()
+    return name, annotation, default
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class Definition:
 
     Attributes:
         key: `module:function` or `module:Class.method`, where it is defined.
-        parameters: in order, `self` included.
+        parameters: as they are written, in order, with `self` and the star behind which they are passed by name.
         returns: the annotation of its result, as source, or None.
         hidden_by: `compile_ops` or `torch_compile_guard` where the name is bound to a `(*args, **kwargs)` closure;
             None where the plain function can be inspected.
@@ -83,10 +78,15 @@ class Definition:
     """
 
     key: str
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[str, ...]
     returns: str | None
     hidden_by: str | None
     torch_free: bool
+
+    @property
+    def names(self) -> list[str]:
+        """What its parameters are called."""
+        return [parts(parameter)[0] for parameter in self.parameters if parameter != "*"]
 
     @property
     def module(self) -> str:
@@ -105,27 +105,6 @@ class Definition:
         return path.split(".")[0] if "." in path else None
 
 
-def _parameters(texts: list[str]) -> tuple[Parameter, ...]:
-    """Recorded texts to parameters, by Python's own parser."""
-    arguments = ast.parse(f"def f({', '.join(texts)}): ...").body[0]
-    assert isinstance(arguments, ast.FunctionDef)
-    found = arguments.args
-
-    def one(argument: ast.arg, default: ast.expr | None, keyword_only: bool) -> Parameter:
-        annotation = None if argument.annotation is None else ast.unparse(argument.annotation)
-        return Parameter(argument.arg, annotation, None if default is None else ast.unparse(default), keyword_only)
-
-    required = len(found.args) - len(found.defaults)
-    plain = [
-        one(argument, found.defaults[index - required] if index >= required else None, False)
-        for index, argument in enumerate(found.args)
-    ]
-    named = [
-        one(argument, default, True) for argument, default in zip(found.kwonlyargs, found.kw_defaults, strict=True)
-    ]
-    return (*plain, *named)
-
-
 @functools.cache
 def definitions(release: str) -> dict[str, Definition]:
     """Every recorded function that a release defines, by key."""
@@ -135,7 +114,7 @@ def definitions(release: str) -> dict[str, Definition]:
             if between(release, entry["from"], entry["to"]):
                 found[key] = Definition(
                     key,
-                    _parameters(entry["parameters"]),
+                    tuple(entry["parameters"]),
                     entry["returns"],
                     entry.get("hidden_by"),
                     entry.get("torch_free", False),
@@ -152,9 +131,3 @@ def aliases(release: str) -> dict[str, str]:
         for entry in entries
         if between(release, entry["from"], entry["to"])
     }
-
-
-@functools.cache
-def every_key() -> tuple[str, ...]:
-    """Every address of any release, definitions and aliases."""
-    return tuple(sorted({*_data()["definitions"], *_data()["aliases"]}))
