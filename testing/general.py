@@ -56,21 +56,23 @@ def general_recipe(model_type: str, *, headless: bool = False) -> Recipe | None:
         headless: a model without a language-model head will do, as multimodal ones hold.
     """
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-    if model_type not in CONFIG_MAPPING:
+    # transformers' own names: vLLM registers "deepseek_v32" as DeepseekV3Config, and writes that into the class's `model_type`.
+    if not hasattr(transformers, CONFIG_MAPPING_NAMES.get(model_type, "")):
         return None
-    config_class = CONFIG_MAPPING[model_type]
-    config_class = config_class.sub_configs.get("text_config", config_class)
+    whole = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
+    config_class = whole.sub_configs.get("text_config", whole)
     if not issubclass(config_class, transformers.PreTrainedConfig):
         # AutoConfig: any text model may be in it, and the config itself says which one is unless told otherwise.
-        config_class = type(CONFIG_MAPPING[model_type]().get_text_config())
+        config_class = type(whole().get_text_config())
+    text_type = model_type if config_class is whole else config_class.model_type
     # Where only the multimodal model has an auto class, the text model is named as its config.
     named = re.sub("(Text)?Config$", "ForCausalLM", config_class.__name__)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config_class.model_type, named)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text_type, named)
     if headless and not hasattr(transformers, str(model)):
-        model = MODEL_MAPPING_NAMES.get(config_class.model_type)
+        model = MODEL_MAPPING_NAMES.get(text_type)
     if not isinstance(model, str) or not hasattr(transformers, model):
         return None
     known = config_class().to_dict()

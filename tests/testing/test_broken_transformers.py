@@ -1,4 +1,7 @@
-"""An installation of transformers that is broken: `inspect` goes on without it and says so, `contract` says why it cannot."""
+"""An installation of transformers that is broken: `inspect` goes on without it and says so, `contract` says why it cannot.
+
+And one that an engine has written into, which builds the models that it built before.
+"""
 
 import json
 from pathlib import Path
@@ -53,3 +56,25 @@ def test_inspect_goes_on_and_notes_it(broken: tuple[str, Path], tmp_path: Path) 
     # What its code would have said is said to be open.
     for open_question in ("where the norms stand", "norm_weight_offset", "whether an MLP is gated"):
         assert f"# {open_question}" in done.stdout
+
+
+VLLM_READ_A_CONFIG = """
+import transformers
+from layerfuse import registry
+from layerfuse.testing import small_model
+
+transformers.DeepseekV3Config.model_type = "deepseek_v32"
+transformers.AutoConfig.register("deepseek_v32", transformers.DeepseekV3Config, exist_ok=True)
+for name in ("deepseek-v3", "deepseek-v3.2"):
+    model = small_model(registry.model(name), layers=1, hidden_size=64, heads=2)
+    print(type(model).__name__, type(model.config).__name__)
+"""
+
+
+def test_a_config_class_that_vllm_has_renamed_builds_its_own_model() -> None:
+    """vLLM reads DeepSeek-V3.2's config by DeepSeek-V3's class, and says so in that class for the rest of the process."""
+    done = run_python(VLLM_READ_A_CONFIG)
+    assert done.stdout.splitlines() == [
+        "DeepseekV3ForCausalLM DeepseekV3Config",
+        "DeepseekV32ForCausalLM DeepseekV32Config",
+    ], done.stderr
