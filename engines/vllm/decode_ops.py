@@ -285,25 +285,30 @@ def options(rounds: bool) -> tuple[Any, ...]:
 
 def _latents(rows: Tensor, positions: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     # The others are there for graphs that are to be vLLM's own. The layer knows them as they are now.
-    normed, entries, apart = _made(rows, positions, others[0])
-    _put(rows, positions, entries, others[-1], lambda layer, *given: layer.write(*given, normed))
+    normed, entries, apart = _made(rows, positions, *others)
+    _put(rows, positions, entries, apart, others[-1], lambda layer, *given: layer.write(*given, normed))
     return normed, entries, apart
 
 
 def _latents_quantised(rows: Tensor, positions: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q_weight, *_, rounds, name = others
-    entries = rows.new_empty(rows.shape[0], rows.shape[1] - q_weight.shape[0])
+    *_, rounds, name = others
+    entries, apart = _entries(rows, *others)
 
     def write(layer: Layer, rows: Any, positions: Tensor, slots: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         layer.quantises = True
         return layer.write_quantised(rows, positions, slots, cache, rounds)
 
-    values, scales = _put(rows, positions, entries, name, write)
-    return values, scales, entries, rows.new_empty(0)
+    values, scales = _put(rows, positions, entries, apart, name, write)
+    return values, scales, entries, apart
 
 
-def _put(rows: Tensor, positions: Tensor, entries: Tensor, layer_name: Any, write: Callable[..., Any]) -> Any:
-    """Let a layer write a step's entries, to its cache or to `entries`: what it gives then."""
+def _put(
+    rows: Tensor, positions: Tensor, entries: Tensor, apart: Tensor, layer_name: Any, write: Callable[..., Any]
+) -> Any:
+    """Let a layer write a step's entries, to its cache or to `entries`: what it gives then.
+
+    Where a projection wants the latents alone, `apart` gets them: here, as this is in CUDA graphs of pieces, and the attention is not.
+    """
     metadata, attention, cache, slots = vllm_mla.get_attention_context(_plain(layer_name))
     layer, tokens = layer_of(attention), rows.shape[0]
     parts = rows.split_with_sizes(layer.widths, -1)
@@ -314,20 +319,26 @@ def _put(rows: Tensor, positions: Tensor, entries: Tensor, layer_name: Any, writ
         except REFUSALS as error:
             layer.refuse(error)
             _here.decodes = False
-    return write(layer, parts, positions, layer.buffer_slots(tokens), entries)
+    given = write(layer, parts, positions, layer.buffer_slots(tokens), entries)
+    if layer.without_gaps:
+        apart.copy_(entries[:, : layer.widths[1]])
+    return given
 
 
-def _made_quantised(
-    rows: Tensor, positions: Tensor, q_weight: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    normed, entries, apart = _made(rows, positions, q_weight)
+def _made_quantised(rows: Tensor, positions: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    normed, entries, apart = _made(rows, positions, *others)
     values, scales = torch.ops.layerfuse.quantise_group.default(normed, *options(others[-2]))
     return values, scales, entries, apart
 
 
-def _made(rows: Tensor, _: Tensor, q_weight: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    (tokens, width), latent = rows.shape, q_weight.shape[0]
-    return rows.new_empty(tokens, latent), rows.new_empty(tokens, width - latent), rows.new_empty(0)
+def _made(rows: Tensor, _: Tensor, *weights: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return rows.new_empty(rows.shape[0], len(weights[0])), *_entries(rows, *weights)
+
+
+def _entries(rows: Tensor, q_weight: Tensor, kv_weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """For the normed latents with the ropes, and for the latents alone."""
+    tokens, width = rows.shape
+    return rows.new_empty(tokens, width - len(q_weight)), rows.new_empty(tokens, len(kv_weight))
 
 
 def _turn(q: Tensor, positions: Tensor, *others: Any) -> None:
@@ -372,8 +383,7 @@ def _attend(q: Tensor, entries: Tensor, apart: Tensor, positions: Tensor, output
             layer.has_decoded()
             return
     latent, rope = entries.split_with_sizes(layer.widths[1:], -1)
-    if layer.without_gaps:
-        latent = latent.contiguous()
+    latent = apart if layer.without_gaps else latent
     _as_vllm(attention, heads, latent, rope.unsqueeze(1), cache, metadata, slots, output, layer_name)
 
 

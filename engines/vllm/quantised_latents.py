@@ -80,12 +80,12 @@ def _read(graph: Graph) -> Iterator[tuple[Node, Node, dict[str, Any]]]:
 def _quantise(graph: Graph, latents: Node, product: Node, given: dict[str, Any]) -> None:
     """Let the launch give values and scales in the place of the normed latent, and the product take them."""
     rounds = given["use_deep_gemm_e8m0"]
-    rows, positions, q_weight, *others, name = latents.args
-    vals = [each.meta["val"] for each in (rows, positions, q_weight)]
+    *others, name = latents.args
+    vals = [each.meta["val"] for each in others[:4]]
     with torch.no_grad():
         results = decode_ops._made_quantised(*vals, rounds, None)
     with graph.inserting_before(latents):
-        made = graph.call_function(decode_ops.latents_quantised, (rows, positions, q_weight, *others, rounds, name))
+        made = graph.call_function(decode_ops.latents_quantised, (*others, rounds, name))
         made.meta = {**latents.meta, "val": results}
         parts = [graph.call_function(operator.getitem, (made, place)) for place in range(4)]
     for part, val in zip(parts, results, strict=True):

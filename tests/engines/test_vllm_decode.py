@@ -277,6 +277,24 @@ def test_beyond_graphs_every_op_is_vllms_and_its_attention_one_op_instead_of_two
         assert ops - expected == {"layerfuse_vllm.mla_attend.default": layers}, step
 
 
+def test_what_a_prompt_copies_is_copied_in_front_of_the_attention(tmp_path: Path) -> None:
+    """Where a projection in fp8 wants latents without gaps: the ops in front are in CUDA graphs of pieces, and the attention is launched by the host."""
+    given = IN_FP8 | {"overrides": {**DENSE_FP8, "num_hidden_layers": 1}}
+    with (
+        as_installed(),
+        paged("deepseek-v3", tmp_path, layerfuse={"fusions": ["mla_decode"]}, captured=64, **given) as engine,
+    ):
+        engine.step(((3, 3),))
+        engine.allocate()
+        with torch.profiler.profile() as profiled:
+            engine.step(((0, 12),))
+    (attention,) = (each for each in profiled.events() if each.name == "layerfuse_vllm::mla_attend")
+    called = [each.name for each in attention.cpu_children]
+    ours = called[: called.index("_C_cache_ops::concat_and_cache_mla")]
+    assert "aten::split_with_sizes" in ours
+    assert not {"aten::contiguous", "aten::clone", "aten::copy_"} & {*ours}
+
+
 def test_graphs_in_which_vllms_ops_cannot_be_put_keep_layerfuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
