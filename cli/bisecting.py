@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..adapters.errors import FOREIGN, said, shown
+from ..adapters.errors import FOREIGN, first_of, said, shown
 from .models import registry_with
 from .progress import progress
 from .verifying import quiet
@@ -92,17 +92,13 @@ def _among(report: Path, matched: Matched) -> tuple[tuple[str, str], ...]:
     reasons: dict[tuple[str, str], list[str]] = {}
     for (site, fusion), why in matched.unmatched.items():
         reasons.setdefault((fusion, why), []).append(site)
-    left = [f"not searched: {fusion} at {_several(sites)}: {why}" for (fusion, why), sites in reasons.items()]
+    left = [f"not searched: {fusion} at {first_of(sites)}: {why}" for (fusion, why), sites in reasons.items()]
     if not matched.pairs:
         raise ConfigError(str(report), left or ["says of no fusion that it is fused"])
     for before, after in matched.renamed.items():
         print(f"{before} of the report is taken for {after}", flush=True)
     print("\n".join(left), end="\n" if left else "", flush=True)
     return matched.pairs
-
-
-def _several(sites: Sequence[str]) -> str:
-    return sites[0] + (f" and {len(sites) - 1} more" if len(sites) > 1 else "")
 
 
 def _vocabulary(folder: Path) -> int | None:
