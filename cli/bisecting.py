@@ -78,6 +78,13 @@ def answer_bisect(
         print(f"  {fusion} at {site}")
     print(f"  {found.moved}")
     print(f"without {'them' if len(found.pairs) > 1 else 'it'}: {found.others}")
+    for fusion, moved in found.apart.items():
+        print(f"{fusion} by itself: {moved}")
+    if found.others.beyond:
+        off = ",".join(dict.fromkeys(f"-{fusion}" for _, fusion in found.pairs))
+        print(
+            f"the first sites found are named: with {off} in LAYERFUSE_FUSIONS another run finds what moves numbers without"
+        )
     raise SystemExit(1)
 
 
