@@ -83,7 +83,7 @@ def answer_bisect(
     if found.others.beyond:
         off = ",".join(dict.fromkeys(f"-{fusion}" for _, fusion in found.pairs))
         print(
-            f"the first sites found are named: with {off} in LAYERFUSE_FUSIONS another run finds what moves numbers without"
+            f"what is named was found first: with {off} in LAYERFUSE_FUSIONS another run finds what else moves numbers"
         )
     raise SystemExit(1)
 

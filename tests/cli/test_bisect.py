@@ -59,9 +59,7 @@ def test_a_wrong_kernel_is_named_with_its_site(outside, prompts):
     assert lines[end + 1].startswith("  outside_add_rms_norm at model")
     assert lines[end + 2].startswith("  off by ") and lines[end + 2].endswith("too far")
     assert lines[end + 3].startswith("without it: off by ") and lines[end + 3].endswith("too far")
-    assert lines[end + 4].startswith(
-        "the first sites found are named: with -outside_add_rms_norm in LAYERFUSE_FUSIONS "
-    )
+    assert lines[end + 4].startswith("what is named was found first: with -outside_add_rms_norm in LAYERFUSE_FUSIONS ")
 
 
 def test_nothing_moves_where_fusions_are_right_and_the_model_comes_from_a_folder(outside, prompts, tmp_path):
