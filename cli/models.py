@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
     from ..registry.inspect import Inspection
     from ..registry.lookup import Registry
+
+
+DEFAULTS = "write what is missing into the config, or install transformers (pip install 'layerfuse[hf]'), whose defaults are taken for what it leaves out"
+"""What to do about a config that leaves something out, where transformers is not installed."""
 
 
 class NoConfigError(UnknownModelError):
@@ -81,17 +87,38 @@ def loaded(registry: Registry, files: Sequence[Path]) -> list[Mapping[str, Model
 def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspection:
     """What a config.json says, or the one in a folder; called by its folder where it has no name.
 
+    What it does not say enough without, transformers' defaults say where it is installed, as a note on stderr says.
+
     Raises:
         ConfigError: it does not say enough; everything missing is listed.
     """
-    from ..registry.inspect import inspect, read_config, read_modelopt
+    from ..registry.hf_config import MEANT
+    from ..registry.inspect import ConfigError, inspect, read_config, read_modelopt
 
     config = read_config(path)
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     named = path.stem if path.stem != "config" and not path.is_dir() else folder.name
     unnamed = None if config.get("_name_or_path") else named or None
     modelopt = read_modelopt(path)
-    return inspect(config, registry=registry, name=name, file=str(path), folder=unnamed, modelopt=modelopt)
+    ask = partial(inspect, registry=registry, name=name, file=str(path), folder=unnamed, modelopt=modelopt)
+    try:
+        return ask(config)
+    except ConfigError as error:
+        if any(MEANT in problem for problem in error.problems):
+            raise  # a default would hide what is misspelt
+        from ..testing.models import completed
+
+        whole = completed(config)
+        try:
+            found = None if whole is None else ask(whole[0])
+        except ConfigError:
+            found = None
+        if find_spec("transformers") is None and any("missing" in problem for problem in error.problems):
+            raise ConfigError(error.file, [*error.problems, DEFAULTS], error.recognised, error.instead) from None
+        if whole is None or found is None:
+            raise
+    print(f"layerfuse: {path}: {whole[1]}", file=sys.stderr)
+    return found
 
 
 def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
