@@ -1,4 +1,4 @@
-"""The smallest set of fusions, and of sites, that moves a number of a model: found by running it with halves of them switched off.
+"""The fusion that moves a model's numbers most, and a smallest set of sites: found by running each by itself, then halves of its sites.
 
 Importing this module imports no torch.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
 from .adapters.errors import ArgumentError, LayerfuseError, counted, shown
 
@@ -72,6 +72,8 @@ class Found:
     "By it alone."
     others: Moved
     "By all fusions but these."
+    apart: Mapping[str, Moved] = field(factory=dict)
+    "Other fusions that move one too far by themselves, at all their sites, the largest first."
 
 
 def prompts_in(path: Path, vocabulary: int | None = None) -> tuple[tuple[int, ...], ...]:
@@ -307,7 +309,8 @@ def bisect(
         begin: told what runs next; the first runs compile the whole model and take longest.
 
     Returns:
-        The smallest set, or None where all fusions together move nothing too far.
+        A smallest set of the fusion that moves most by itself, or of several that only together move one; None where all fusions together
+        move nothing too far.
 
     Raises:
         ArgumentError: a prompt holds a token that the model does not know.
@@ -385,12 +388,19 @@ def bisect(
         wanted = set(names)
         return [pair for pair in pairs if pair[1] in wanted]
 
-    names = smallest([*dict.fromkeys(name for _, name in pairs)], lambda some: tried(by_fusion(some))[0].beyond)
+    names = [*dict.fromkeys(name for _, name in pairs)]
+    alone = {name: tried(by_fusion([name]))[0] for name in names} if len(names) > 1 else {}
+    apart = sorted(
+        (name for name, moved in alone.items() if moved.beyond),
+        key=lambda name: alone[name].tokens if greedy else alone[name].relative,
+        reverse=True,
+    )
+    names = apart[:1] or smallest(names, lambda some: tried(by_fusion(some))[0].beyond)
     found = smallest(by_fusion(names), lambda some: tried(some)[0].beyond)
     moved, report = tried(found)  # layers that share a graph share what is fused in it
     ran = [*report.executed]
     others, _ = tried(pair for pair in pairs if pair not in ran)
-    return Found(pairs=tuple(ran), moved=moved, others=others)
+    return Found(pairs=tuple(ran), moved=moved, others=others, apart={name: alone[name] for name in apart[1:]})
 
 
 def _not_run(report: Report, among: Iterable[Pair] | None) -> Iterator[str]:

@@ -105,6 +105,12 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def first_of(places: Sequence[object]) -> str:
+    """`layers.0:input and 3 more`: the first of several sites or layers, where an empty path is the model itself, and how many others there are."""
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return f"{str(places[0]) or 'the model itself'}{more}"
+
+
 def cut(text: str, most: int = 80) -> str:
     """A text for a message, no longer than this."""
     return text if len(text) <= most else text[: most - 3] + "..."

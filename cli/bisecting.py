@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..adapters.errors import FOREIGN, said, shown
+from ..adapters.errors import FOREIGN, first_of, said, shown
 from .models import registry_with
 from .progress import progress
 from .verifying import quiet
@@ -78,6 +78,13 @@ def answer_bisect(
         print(f"  {fusion} at {site}")
     print(f"  {found.moved}")
     print(f"without {'them' if len(found.pairs) > 1 else 'it'}: {found.others}")
+    for fusion, moved in found.apart.items():
+        print(f"{fusion} by itself: {moved}")
+    if found.others.beyond:
+        off = ",".join(dict.fromkeys(f"-{fusion}" for _, fusion in found.pairs))
+        print(
+            f"what is named was found first: with {off} in LAYERFUSE_FUSIONS another run finds what else moves numbers"
+        )
     raise SystemExit(1)
 
 
@@ -92,17 +99,13 @@ def _among(report: Path, matched: Matched) -> tuple[tuple[str, str], ...]:
     reasons: dict[tuple[str, str], list[str]] = {}
     for (site, fusion), why in matched.unmatched.items():
         reasons.setdefault((fusion, why), []).append(site)
-    left = [f"not searched: {fusion} at {_several(sites)}: {why}" for (fusion, why), sites in reasons.items()]
+    left = [f"not searched: {fusion} at {first_of(sites)}: {why}" for (fusion, why), sites in reasons.items()]
     if not matched.pairs:
         raise ConfigError(str(report), left or ["says of no fusion that it is fused"])
     for before, after in matched.renamed.items():
         print(f"{before} of the report is taken for {after}", flush=True)
     print("\n".join(left), end="\n" if left else "", flush=True)
     return matched.pairs
-
-
-def _several(sites: Sequence[str]) -> str:
-    return sites[0] + (f" and {len(sites) - 1} more" if len(sites) > 1 else "")
 
 
 def _vocabulary(folder: Path) -> int | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
     from ..registry.inspect import Inspection
     from ..registry.lookup import Registry
+
+
+DEFAULTS = "write what is missing into the config, or install transformers (pip install 'layerfuse[hf]'), whose defaults are taken for what it leaves out"
+"""What to do about a config that leaves something out, where transformers is not installed."""
 
 
 class NoConfigError(UnknownModelError):
@@ -81,17 +87,38 @@ def loaded(registry: Registry, files: Sequence[Path]) -> list[Mapping[str, Model
 def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspection:
     """What a config.json says, or the one in a folder; called by its folder where it has no name.
 
+    What it does not say enough without, transformers' defaults say where it is installed, as a note on stderr says.
+
     Raises:
         ConfigError: it does not say enough; everything missing is listed.
     """
-    from ..registry.inspect import inspect, read_config, read_modelopt
+    from ..registry.hf_config import MEANT
+    from ..registry.inspect import ConfigError, inspect, read_config, read_modelopt
 
     config = read_config(path)
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     named = path.stem if path.stem != "config" and not path.is_dir() else folder.name
     unnamed = None if config.get("_name_or_path") else named or None
     modelopt = read_modelopt(path)
-    return inspect(config, registry=registry, name=name, file=str(path), folder=unnamed, modelopt=modelopt)
+    ask = partial(inspect, registry=registry, name=name, file=str(path), folder=unnamed, modelopt=modelopt)
+    try:
+        return ask(config)
+    except ConfigError as error:
+        if any(MEANT in problem for problem in error.problems):
+            raise  # a default would hide what is misspelt
+        from ..testing.models import completed
+
+        whole = completed(config)
+        try:
+            found = None if whole is None else ask(whole[0])
+        except ConfigError:
+            found = None
+        if find_spec("transformers") is None and any("missing" in problem for problem in error.problems):
+            raise ConfigError(error.file, [*error.problems, DEFAULTS], error.recognised, error.instead) from None
+        if whole is None or found is None:
+            raise
+    print(f"layerfuse: {path}: {whole[1]}", file=sys.stderr)
+    return found
 
 
 def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
@@ -99,8 +126,8 @@ def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
     return found_model(name, files)[0]
 
 
-def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str | None, bool]:
-    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder, the file that says how its checkpoint is quantised, and whether that is not read.
+def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str | None, str | None]:
+    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder, the file that says how its checkpoint is quantised, and what is to be said of linears that no table of the entry names, where that file names none.
 
     A model that ships with the library is read alone: looking for plugins would take longer than everything else that
     `plan` does.
@@ -114,21 +141,23 @@ def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str 
         shipped = Entries.shipped()
         for key, head in shipped.heads.items():
             if name.lower() in head.names:
-                return shipped[key], None, False
+                return shipped[key], None, None
     name = name.removeprefix("https://huggingface.co/")  # as it is copied from a browser
     registry, config = registry_with(files), os.path.join(name, "config.json") if os.path.isdir(name) else name
     try:
-        return registry.model(name), None, False
+        return registry.model(name), None, None
     except UnknownModelError as error:
         if not os.path.isfile(config) or not config.endswith(".json"):
             if _is_path(name) or not (error.closest or error.quantised):
                 raise NoConfigError(name, error.known) from None
             raise
     found = inspected(Path(config), registry)
+    from ..adapters.linear_specs import NOT_QUANTISED, NOT_READ
     from ..registry.inspect import MODELOPT, NOT_DECLARED
 
     beside = any(kind.source.startswith(MODELOPT) for kind in found.entry.quant.values())
     says = os.path.join(os.path.dirname(config), MODELOPT) if beside else config
+    unsaid = NOT_READ if found.unread is not None else None if found.entry.quant else NOT_QUANTISED
     for note in found.lost:
         print(f"layerfuse: {config}: {note}", file=sys.stderr)
     if found.same_as:
@@ -136,11 +165,11 @@ def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str 
 
         # The layers of a declared model; how this copy of it is quantised, its own config says.
         same = attrs.evolve(registry.model(found.same_as[0]), quant=found.entry.quant)
-        return same, says, found.unread is not None
+        return same, says, unsaid
     undeclared = any(note.startswith(NOT_DECLARED) for note in found.notes)
     engines = f"; {NOT_DECLARED}, and how an engine runs it is not known" if undeclared else ""
     said = (
         f"layerfuse: {config} was read alone; `layerfuse inspect` holds what it says to the model's own code{engines}"
     )
     print(said, file=sys.stderr)
-    return found.entry, says, found.unread is not None
+    return found.entry, says, unsaid

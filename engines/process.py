@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
+from ..adapters.errors import first_of
 from ..adapters.variables import unknown_variables
 from .host import here
 
@@ -81,9 +81,8 @@ def of_each_class(unknown: Mapping[str, str]) -> Iterator[str]:
     Args:
         unknown: layer -> class.
     """
-    for cls, count in Counter(unknown.values()).items():
-        first = next(layer for layer, each in unknown.items() if each == cls)
-        yield f"{cls} ({first or 'the model itself'}{f' and {count - 1} more' if count > 1 else ''})"
+    for cls in dict.fromkeys(unknown.values()):
+        yield f"{cls} ({first_of([layer for layer, each in unknown.items() if each == cls])})"
 
 
 def once(level: int, message: str, *arguments: Any) -> None:

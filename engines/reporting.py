@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from datetime import timedelta
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 import torch.distributed as dist
+from attrs import define, field
 
 from .. import __version__
 from ..fusion.ops.agreement import patience
@@ -22,8 +25,26 @@ from .rank_report import Outcome, RankReport, differences, lines_of, rank_report
 PATIENCE = timedelta(minutes=2)
 """How long a rank waits for the others' reports."""
 
-_written: dict[Path, tuple[str, dict[str, Any]]] = {}
-"""What this process has written into each file, and for which engine: a model may have several compiled modules."""
+
+@define
+class _File:
+    """What this process has written into one file: a model may have several compiled modules."""
+
+    engine: str
+    modules: dict[str, Any] = field(factory=dict)
+    names: WeakKeyDictionary[CompiledModule, str] = field(factory=WeakKeyDictionary)
+    "What those that live are called in it."
+
+    def named(self, compiled: CompiledModule) -> str:
+        """By its model and where it is in that; the model has a number where another one of the same class has a module there, as a draft's target."""
+        if compiled not in self.names:
+            models = chain([compiled.model], (f"{compiled.model} ({number})" for number in count(2)))
+            names = (".".join(filter(None, (model, compiled.path))) for model in models)
+            self.names[compiled] = next(name for name in names if name not in self.names.values())
+        return self.names[compiled]
+
+
+_written: dict[Path, _File] = {}
 
 
 def publish(compiled: CompiledModule) -> None:
@@ -104,7 +125,7 @@ def _not_anothers(path: Path, engine: str) -> Path:
 
 def _is_anothers(path: Path, engine: str) -> bool:
     if path in _written:
-        return _written[path][0] != engine
+        return _written[path].engine != engine
     by = record_cache.written_by(path)
     return by is not None and by != os.getpid() and _runs(by)
 
@@ -121,11 +142,12 @@ def _runs(pid: int) -> bool:
 
 def _write(path: Path, engine: str, compiled: CompiledModule, outcome: Outcome) -> str | None:
     """Write the report of every module of this process so far. None, or why that was not possible."""
-    known, modules = _written.get(path, (engine, {}))
-    if known != engine:  # beside what the engine keeps: the same model, started again
-        modules = {}
-    _written[path] = engine, modules
-    modules[_named(compiled)] = {
+    file = _written.get(path)
+    if (
+        file is None or file.engine != engine
+    ):  # another's lies beside what the engine keeps: the same model, started again
+        file = _written[path] = _File(engine)
+    file.modules[file.named(compiled)] = {
         "class": compiled.name,
         "target": compiled.plan.target.to_dict(),
         "config": compiled.plan.config.to_dict(),
@@ -149,17 +171,13 @@ def _write(path: Path, engine: str, compiled: CompiledModule, outcome: Outcome) 
             for p in compiled.parts
         ],
     }
-    return _put(path, modules)
+    return _put(path, file.modules)
 
 
 def _put(path: Path, modules: dict[str, Any]) -> str | None:
     return record_cache.write(
         path, {"layerfuse": __version__, here().package: here().version(), "pid": os.getpid(), "modules": modules}
     )
-
-
-def _named(compiled: CompiledModule) -> str:
-    return ".".join(filter(None, (compiled.model, compiled.path)))
 
 
 def _compared(compiled: CompiledModule) -> dict[str, Any]:
@@ -169,10 +187,10 @@ def _compared(compiled: CompiledModule) -> dict[str, Any]:
 def write_again(compiled: CompiledModule) -> None:
     """Bring what was compared into a report that is written already: by the first rank, of its own calls."""
     path, _ = _file(compiled)
-    _, modules = _written.get(path, ("", {}))
-    if _named(compiled) in modules:
-        modules[_named(compiled)].update(_compared(compiled))
-        _put(path, modules)
+    file = _written.get(path)
+    if file is not None and compiled in file.names:
+        file.modules[file.names[compiled]].update(_compared(compiled))
+        _put(path, file.modules)
 
 
 def _together(compiled: CompiledModule) -> tuple[int, tuple[RankReport, ...]]:

@@ -12,7 +12,7 @@ from weakref import ref
 import attrs
 from torch import Tensor, nn
 
-from ..adapters.errors import counted
+from ..adapters.errors import counted, first_of
 from ..fusion.ops import FUNCTIONS
 from ..fusion.rewrite.attribution import join
 from ..fusion.shadow import Compared, Placed, Shadow
@@ -165,9 +165,8 @@ def _say(compiled: CompiledModule, shadow: Shadow, calls: int, nothing: str) -> 
         key = (each.fusion, each.op, each.backend, each.calls, wrong, each.not_compared)
         alike.setdefault(key, []).append(each)
     lines = [f"layerfuse: shadow check of {counted(calls, 'call')} at each site of {compiled.name}:"]
-    for first, *others in alike.values():
-        more = f" and {len(others)} more" if others else ""
-        largest = max(each.largest for each in (first, *others))
-        lines.append(str(attrs.evolve(first, site=f"{first.site}{more}", largest=largest)))
+    for several in alike.values():
+        site, largest = first_of([each.site for each in several]), max(each.largest for each in several)
+        lines.append(str(attrs.evolve(several[0], site=site, largest=largest)))
     lines += [] if alike else [nothing]
     here().logger.log(logging.WARNING if shadow.beyond else logging.INFO, "%s", "\n  ".join(lines))

@@ -22,6 +22,7 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from ..adapters.activation_quant import ActivationQuant
+from ..adapters.errors import first_of
 from ..adapters.specs import FinalNormSpec, KernelSpec, LinearSpec
 from ..fusion.catalog import FUSIONS
 from ..fusion.match.errors import Unmatched
@@ -455,8 +456,7 @@ class Standing(Placement):
         """Which sites the run did not come to."""
         unreached = [use.site for use in self.uses(run) if use.form is None and not use.missed]
         if unreached:
-            more = f" and {len(unreached) - 1} more" if len(unreached) > 1 else ""
-            yield f"the {run} did not come to {unreached[0]}{more}, where fused ops stand too"
+            yield f"the {run} did not come to {first_of(unreached)}, where fused ops stand too"
 
 
 def _with_residual(found: dict[UnknownNorm, None], norm: UnknownNorm) -> Callable[..., None]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import field, frozen
 
-from ..adapters.errors import LayerfuseError, counted
+from ..adapters.errors import LayerfuseError, counted, first_of
 from .catalog import FUSIONS
 from .planning import Plan
 from .sites import sites_in_words
@@ -103,9 +103,8 @@ def in_groups(reasons: Mapping[str, str], same: Callable[[str], str] = unnumbere
     groups: dict[str, list[str]] = {}
     for place, reason in reasons.items():
         groups.setdefault(same(reason), []).append(place)
-    for first, *others in groups.values():
-        more = f" and {len(others)} more" if others else ""
-        yield f"{first or 'the model itself'}{more}: {reasons[first]}"
+    for places in groups.values():
+        yield f"{first_of(places)}: {reasons[places[0]]}"
 
 
 class FusionMissedError(LayerfuseError, RuntimeError):

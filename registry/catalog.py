@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from attrs import field, frozen
 
 from ..adapters.arguments import check_whole, expect
-from ..adapters.errors import SpecError
+from ..adapters.errors import SpecError, first_of
 from ..adapters.specs import WHOLE, ExpertsSpec, FinalNormSpec, GatedMLPSpec, LayerSpec, NormSpec, ResidualSpec
 from .errors import UnknownEngineError
 from .kind_words import At, Every
@@ -101,9 +101,7 @@ class ModelEntry:
         claimed, problems = _claims(self.num_hidden_layers, "layers", alone)
         left = [index for index, name in enumerate(claimed) if name is None]
         if left and not problems:
-            problems.append(
-                f"layers: no kind claims layer {left[0]}" + (f" and {len(left) - 1} more" if left[1:] else "")
-            )
+            problems.append(f"layers: no kind claims layer {first_of(left)}")
         if problems:
             raise SpecError(self.name, _listed(problems))
         return [name for name in claimed if name is not None]

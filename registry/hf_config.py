@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from ..adapters.errors import shown
 from ..adapters.spec_fields import LARGEST, as_float
-from .hf_keys import Keys
+from .hf_keys import GDN_KEYS, GQA_KEYS, KDA_KEYS, MAMBA2_KEYS, MLA_KEYS, NEMOTRON_H_MAMBA2_KEYS, Keys
 
 Family = Literal["mla", "gated_delta_net", "gqa"]
 
@@ -82,6 +82,21 @@ _OTHER_SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "rms_norm_eps": ("norm_eps", "norm_epsilon", "layernorm_epsilon", "layer_norm_eps", "layer_norm_epsilon"),
 }
 
+READ = {
+    *(
+        name
+        for keys in (MLA_KEYS, GQA_KEYS, GDN_KEYS, KDA_KEYS, MAMBA2_KEYS, NEMOTRON_H_MAMBA2_KEYS)
+        for names in keys.values()
+        for name in names
+    ),
+    *(name for key, others in _OTHER_SPELLINGS.items() for name in (key, *others)),
+    *("intermediate_size", "sliding_window", "layer_types"),
+}
+"""Keys of sizes and kinds of layers, which are right as they are."""
+
+MEANT = "did you mean"
+"""How a refusal begins to say that a key is misspelt."""
+
 
 @frozen
 class HFConfig:
@@ -129,10 +144,19 @@ class HFConfig:
             self.problems.append(f"{key}: expected a number above 0, got {shown(value)}")
         return 1.0
 
+    def misspelt(self, key: str) -> str:
+        """What a key that is missing may be called here, as the end of a sentence; empty where no key is close to it."""
+        import difflib  # only ever needed for a message
+
+        # The sizes that are read have names much like one another, none of which is a misspelling.
+        others = [name for name, value in self.values.items() if name not in READ and type(as_float(value)) is float]
+        near = difflib.get_close_matches(key, others, n=1, cutoff=0.85)
+        return "".join(f"; {MEANT} {key} by {name} = {shown(self.values[name])}?" for name in near)
+
     def _instead(self, key: str) -> str:
         found = [f"{other} = {shown(self.values[other])}" for other in _OTHER_SPELLINGS.get(key, ()) if self.has(other)]
         if not found:
-            return ""
+            return self.misspelt(key)
         if key == "rms_norm_eps":
             return f" (there is {', '.join(found)}, which may be a LayerNorm's, and models.toml cannot say LayerNorm)"
         return f" (there is {', '.join(found)}; if that is the same thing, add it under this name)"

@@ -21,6 +21,9 @@ from .layer_pattern import layer_words
 
 _GATES: Mapping[str, Literal["silu", "sigmoid"]] = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 
+_TELLING = ("kv_lora_rank", "linear_num_value_heads", "linear_attn_config", "num_key_value_heads")
+"""Keys by which the family is told."""
+
 
 def layers_of(
     config: HFConfig, total: int, model_type: str, gate: GateWords | None, turned: MLAKind | GQAKind | None
@@ -37,9 +40,9 @@ def layers_of(
     found = config.family()
     if found is None or not 1 <= total <= MOST_LAYERS:
         if found is None:
+            near = next(filter(None, map(config.misspelt, _TELLING)), "")
             config.problems.append(
-                "none of kv_lora_rank, linear_num_value_heads, linear_attn_config and num_key_value_heads is there, "
-                "so the kind of attention cannot be told"
+                f"none of {', '.join(_TELLING[:-1])} and {_TELLING[-1]} is there, so the kind of attention cannot be told{near}"
             )
         else:
             config.problems.append(f"num_hidden_layers: expected 1 to {MOST_LAYERS}, got {total}")
@@ -67,7 +70,8 @@ def layers_of(
 
 def _mla(config: HFConfig, at: At, rope: Rope) -> MLAKind:
     if "q_lora_rank" not in config.values:
-        config.problems.append("q_lora_rank is missing; null would say that queries are projected directly")
+        said = "q_lora_rank is missing; null would say that queries are projected directly"
+        config.problems.append(f"{said}{config.misspelt('q_lora_rank')}")
     q_lora_rank = config.count("q_lora_rank") if config.has("q_lora_rank") else None
     kind = MLAKind(
         family="mla",

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from attrs import field, frozen
 
 from ..adapters.base import Adapter
+from ..adapters.errors import first_of
 from ..adapters.specs import (
     FinalNormSpec,
     GatedDeltaNetSpec,
@@ -251,10 +252,8 @@ class _Weighing:
                 self._linear(where + module, tensors, sizes, "experts")
             missing = [number for number in range(said.num_experts) if number not in found]
             if missing:
-                more = f" and {len(missing) - 1} more" if missing[1:] else ""
-                self._say(
-                    f"{where}experts", f"the {name} of expert {missing[0]}{more} of {said.num_experts} is not there"
-                )
+                which = f"expert {first_of(missing)} of {said.num_experts}"
+                self._say(f"{where}experts", f"the {name} of {which} is not there")
         # LongCat's zero experts give back what they are given: they have rows in some tensors, and no down-projection.
         whole = set.intersection(*(set(found) for found in numbers.values())) if numbers else set()
         beyond = [number for number in whole if number >= said.num_experts]

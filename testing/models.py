@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..adapters.arguments import check_counts, expect
-from ..adapters.errors import ArgumentError, ArgumentValueError, LayerfuseError, said, shown
+from ..adapters.errors import FOREIGN, ArgumentError, ArgumentValueError, LayerfuseError, said, shown
 from ..registry.catalog import ModelEntry
+from ..registry.hf_config import READ, text_part
 from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLAKind, MLPKind
 from ..registry.mixer_kinds import Mamba2Kind, MLPBlockKind
 from .general import general_recipe, yarn_rope
@@ -108,6 +109,29 @@ def published_model(entry: ModelEntry, config: Mapping[str, Any]) -> nn.Module:
 
     made = getattr(transformers, recipe.config).from_dict(_with_floats(dict(config)))
     return _made(recipe, _around(recipe, made), device="meta", dtype=None)
+
+
+def completed(config: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+    """A config with what its language model's part leaves out and transformers has defaults for, and a sentence on that; None where transformers has none."""
+    values, part = text_part(config)
+    try:
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        made = CONFIG_MAPPING[values["model_type"]].from_dict(_with_floats(dict(values))).to_dict()
+    except FOREIGN:  # transformers is not there, or does not know it or take it
+        return None
+    added = {key: value for key, value in made.items() if key not in values and value is not None}
+    said = ", ".join(f"{key} = {shown(value, 30)}" for key, value in added.items() if key in READ)
+    whole: dict[str, Any] = {**added, **values}
+    for key in reversed(part.split(".") if part else ()):
+        whole = {key: whole}
+    if part:
+        whole = {**config, **whole}
+    return (
+        whole,
+        f"it leaves out what transformers {transformers.__version__} has by default for {values['model_type']}: {said}",
+    )
 
 
 def _with_floats(said: Any) -> Any:

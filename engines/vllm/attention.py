@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ... import registry
+from ...adapters.errors import first_of
 from ...fusion.backends.aiter import bound
 from ...fusion.metadata import HeadsRefusedError, MLAMetadataPlan, plan_metadata
 from ...fusion.target import Target
@@ -40,8 +41,7 @@ def say(builder: Any, layers: Sequence[str], vllm_config: Any) -> None:
     for name in layers:
         kinds.setdefault(_without_index(registry.spec_for(context[name])), []).append(name)
     for spec, names in kinds.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        what = f"layerfuse: attention metadata of {names[0]}{more}"
+        what = f"layerfuse: attention metadata of {first_of(names)}"
         try:
             plan = _planned(builder, spec, vllm_config)
         except HeadsRefusedError as error:

@@ -12,6 +12,7 @@ from torch import nn
 
 from layerfuse import registry
 from layerfuse.adapters import MissingAttributeError
+from layerfuse.adapters.errors import first_of
 
 
 def message(layer: Any, **kwargs: Any) -> list[str]:
@@ -191,3 +192,11 @@ def test_contradictory_numbers_name_the_layer() -> None:
         "model.layers.5.self_attn (transformers:DeepseekV3Attention) (MLASpec): "
         "qk_rope_head_dim: rotary embedding turns pairs, so it must be even, got 63"
     )
+
+
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [(["a:input"], "a:input"), (["", "b"], "the model itself and 1 more"), ([0, 4, 5], "0 and 2 more")],
+)
+def test_several_places_are_the_first_and_a_count(places: list[object], said: str) -> None:
+    assert first_of(places) == said

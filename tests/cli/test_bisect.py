@@ -59,6 +59,7 @@ def test_a_wrong_kernel_is_named_with_its_site(outside, prompts):
     assert lines[end + 1].startswith("  outside_add_rms_norm at model")
     assert lines[end + 2].startswith("  off by ") and lines[end + 2].endswith("too far")
     assert lines[end + 3].startswith("without it: off by ") and lines[end + 3].endswith("too far")
+    assert lines[end + 4].startswith("what is named was found first: with -outside_add_rms_norm in LAYERFUSE_FUSIONS ")
 
 
 def test_nothing_moves_where_fusions_are_right_and_the_model_comes_from_a_folder(outside, prompts, tmp_path):
@@ -306,3 +307,31 @@ def test_a_config_holds_pairs_only() -> None:
     for wrong in ("add_rms_norm", [("site", "no_such_fusion")], [("site", 3)]):
         with pytest.raises(FusionConfigError, match=r"FusionConfig\.only: "):
             FusionConfig(only=wrong)
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize(("large", "small"), [({ADD: 2.0}, {DUAL: 1.1}), ({DUAL: 4.0}, {ADD: 1.0001})], ids=[ADD, DUAL])
+def test_of_several_that_move_numbers_the_largest_is_found_and_the_others_are_named(
+    deepseek, large, small, monkeypatch
+):
+    from layerfuse.fusion import backends
+    from layerfuse.fusion.ops.library import declared
+
+    def kernel(name: str, factor: float) -> Any:
+        def wrong(*given: Any) -> Any:
+            first, second = declared(name).reference(*given)
+            return first * factor, second
+
+        return backend_at_hand(name, wrong)
+
+    for name, factor in {**large, **small}.items():
+        monkeypatch.setitem(backends._backends, name, [kernel(name, factor), *backends._backends[name]])
+    backends.decide_again()
+    try:
+        found = bisecting.bisect(deepseek, [[1, 2, 3]])
+    finally:
+        monkeypatch.undo()
+        backends.decide_again()
+    assert found is not None
+    assert {fusion for _, fusion in found.pairs} == {*large}
+    assert [*found.apart] == [*small] and all(moved.beyond for moved in found.apart.values())

@@ -2,6 +2,7 @@ import copy
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from published import CHECKPOINTS, published
 
 from layerfuse import registry
 from layerfuse.adapters import ResidualSpec
+from layerfuse.cli import models
 from layerfuse.registry import files
 from layerfuse.registry.inspect import ConfigError, inspect, read_config
 from layerfuse.registry.toml import written
@@ -114,3 +116,38 @@ def test_a_number_beyond_every_float_is_refused_by_its_key(key, number):
     said = problems(PLAIN, sliding_window_pattern=6, **{key: number})
     assert f"{key}: expected a " in said
     assert len(said) < 1000
+
+
+GEMMA = {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "sliding_window": 1024,
+}
+"""All that google/gemma-3-4b-it says of its layers."""
+
+
+def test_what_a_config_leaves_out_is_transformers_default_where_it_is_installed(run, monkeypatch, tmp_path):
+    file = tmp_path / "config.json"
+    composite = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    file.write_text(
+        json.dumps({**composite, "text_config": {**GEMMA, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}})
+    )
+    answer = run("inspect", str(file))
+    assert answer.code == 0 and "this is gemma-3-4b" in answer.err
+    note = answer.err.splitlines()[0]
+    assert (
+        "for gemma3_text: num_attention_heads = 8, num_key_value_heads = 4, head_dim = 256, rms_norm_eps = 1e-06"
+        in note
+    )
+    file.write_text(json.dumps({**composite, "text_config": {**GEMMA, "num_key_value_head": 4}}))
+    answer = run("inspect", str(file))
+    assert answer.code == 1 and "did you mean num_key_value_heads" in answer.err
+    monkeypatch.setattr(models, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    file.write_text(json.dumps({**composite, "text_config": {**GEMMA, "num_key_value_heads": 4}}))
+    answer = run("plan", str(file))
+    assert (
+        answer.code == 1 and "num_attention_heads is missing" in answer.err and "or install transformers" in answer.err
+    )

@@ -21,10 +21,11 @@ from vllm_paged import paged
 from vllm_started import BLOCK_FP8, ONE_LAYER, fp8, quantised_as_on_cuda, started
 
 from layerfuse import FinalNormSpec, NormSpec, Parallel, bisecting, registry
-from layerfuse.engines import shadowing
+from layerfuse.engines import reporting, shadowing
 from layerfuse.engines.compiled_module import CompiledModule, Piece
 from layerfuse.engines.host import here
 from layerfuse.engines.linears import AtSeams
+from layerfuse.engines.rank_report import Outcome, rank_report_of
 from layerfuse.engines.shadowing import COMPARES, NONE_SEEN, SILENT
 from layerfuse.fusion import ResultsDifferError, Target, backends, plan
 from layerfuse.fusion.live_plan import module_index_of
@@ -389,3 +390,19 @@ def test_a_forward_that_was_put_around_the_first_call_is_followed_by_the_models_
         engine()
         engine()
         assert "forward" not in vars(engine.model)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_draft_of_its_targets_class_has_a_place_of_its_own_in_the_report(tmp_path: Path) -> None:
+    """Both are in one file."""
+    file, models = tmp_path / "report.json", (Outer(), Outer(2))
+    target, draft = (compiled(model, "first") for model in models)
+    for made in (target, draft):
+        outcome = Outcome(plan=made.plan, ranks=(rank_report_of(made, 0),), unknown={}, run=made.run)
+        assert reporting._write(file, "an engine", made, outcome) is None
+    found = json.loads(file.read_text())["modules"]
+    assert {name: len({row["site"] for row in each["sites"]}) for name, each in found.items()} == {
+        "Outer.first": 1,
+        "Outer (2).first": 2,
+    }
+    assert [each.model for each in bisecting.reported_in(file)] == ["Outer", "Outer (2)"]
