@@ -72,7 +72,9 @@ def test_linears_become_machine_code_that_fits_everywhere() -> None:
     assert all(
         each["binary"] > 1000 and each["spills"] == 0 and bool(each["overlap"]) == each["early"] for each in built
     )
-    assert all(each["shared"] <= (99 if each["target"].startswith("sm") else 64) << 10 for each in built)
+    # Two programs on an SM of Hopper's, one elsewhere.
+    most = {"sm89": 99, "sm90": 113, "sm100": 113, "gfx942": 64, "gfx950": 64}
+    assert all(each["shared"] <= most[each["target"]] << 10 for each in built)
     assert all(each["wide_loads"] for each in built)
 
 

@@ -271,7 +271,10 @@ def _launch_dual(
         plan.chunk, plan.tail, plan.kv_chunk, plan.rows, plan.split, plan.hold,
     )  # fmt: skip
     sides = 2 if plan.split else 1
-    launcher.first(dual_norm, key, every, numbers, constants, rows=plan.rows, sides=sides, warps=plan.warps)
+    launcher.first(
+            dual_norm, key, every, numbers, constants,
+            rows=plan.rows, sides=sides, warps=plan.warps, registers=plan.registers,
+        )  # fmt: skip
 
 
 # ---- gated norms -----------------------------------------------------------------------------------------------------

@@ -92,16 +92,21 @@ def plain_shape(depth: int, tile: int, block: int, groups: int, held: int, warps
 
 _MANY = 8192
 """Columns from which programs take twice as many of them for 16 tokens."""
+_TAKEN = (8, 9)
+"""Groups of 128 columns of the depth that a program takes for 16 tokens, where it takes as many as every other."""
 
 
 def plain_shape_of(columns: int, depth: int, most: int) -> PlainShape:
     """By bench/results/few_token_bfloat16-nvidia-h100.json: the fastest in sum over the four linears of Qwen3-4B, of 1 token and of 16.
 
+    By few_token_bfloat16_search-nvidia-h200.json where programs of 16 tokens can take 8 or 9 groups each: 2112, 4608 x 7168, 7168 x 2048, 2304.
+
     The arguments are those of `shape_of`, and the columns of the product.
     """
     if most > _FEWEST and columns >= _MANY:
         return plain_shape(depth, 128, 128, 2, 2, 8)
-    return plain_shape(depth, 64, 256, 2, 2, 4)
+    whole = [groups for groups in _TAKEN if most > _FEWEST and depth % (groups * 128) == 0]
+    return plain_shape(depth, 64, 128, whole[0], 4, 4) if whole else plain_shape(depth, 64, 256, 2, 2, 4)
 
 
 _DEEP = 4096

@@ -114,12 +114,13 @@ def launch_row(step: int, row: Row, wave: int) -> Launch:
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
     plan = _launch_row(step, row, wave)
+    if row.item_size != 2 or step > 3 or plan.rows > 1:
+        return plan
     # 256 rows are two programs on each SM, and two more of the next launch. Without room for four a launch waits for the one
-    # in front, which is taken for why 72 registers took 6.4 instead of 5.0 us with 7168 columns (H100, Triton 3.6); 64 were not timed.
-    many = row.group_size > 0 and row.width > 24 * 32 * plan.warps
-    return (
-        plan._replace(registers=_REGISTERS) if plan.warps == 8 and many and step <= 3 and row.item_size == 2 else plan
-    )
+    # in front, which is taken for why 72 registers took 6.4 instead of 5.0 us with 7168 columns (H100, Triton 3.6). Where the compiler
+    # would keep to 48 or fewer, the limit is what it may take. Narrow groups need more, which 64 rows leave it.
+    spills = 0 < row.group_size < 128 and step == 0
+    return plan._replace(registers=_REGISTERS) if plan.warps <= 8 and not spills else plan
 
 
 def _launch_row(step: int, row: Row, wave: int) -> Launch:
@@ -257,7 +258,7 @@ def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
         warps = max(power_of_two(total / 1408), 4 if step < 4 else 1)
     warps = min(warps, 32)
     if dual.group_size and dual.aligned:
-        return _grouped(step, dual, warps, split, wave, hold)
+        return _grouped(step, dual, warps, split, wave, hold)._replace(registers=_REGISTERS if step <= 3 else 0)
     columns: tuple[int, ...] = _ONE_BY_ONE
     if dual.aligned:
         columns = (8, 4) if dual.quantised or warps == 1 or widest > 24 * 32 * warps else (4, 8)
