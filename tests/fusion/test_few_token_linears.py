@@ -292,6 +292,7 @@ def test_a_program_holds_few_groups_and_all_programs_have_some(depth: int) -> No
         for columns in (16, 2560, 65536):
             plain, scaled = linear.plain_shape_of(columns, depth, most), linear.scaled_shape_of(columns, depth, most)
             assert plain.held <= plain.groups <= 9 and plain.held * plain.block <= 512
+            assert plain.groups <= 2 or columns * plain.split >= 128 * plain.tile, "fewer programs leave SMs idle"
             assert scaled.held <= scaled.groups <= 8 and scaled.held * scaled.block <= 1024
             for each in (plain, scaled):
                 assert each.groups * (each.split - 1) < depth / each.block <= each.groups * each.split
