@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import run_python
+from helpers import run_copy, run_python
 
 CONFIG = {
     "model_type": "unheard_of", "architectures": ["UnheardOfForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64,
@@ -73,7 +73,7 @@ for name in ("deepseek-v3", "deepseek-v3.2"):
 
 def test_a_config_class_that_vllm_has_renamed_builds_its_own_model() -> None:
     """vLLM reads DeepSeek-V3.2's config by DeepSeek-V3's class, and says so in that class for the rest of the process."""
-    done = run_python(VLLM_READ_A_CONFIG)
+    done = run_copy(VLLM_READ_A_CONFIG)
     assert done.stdout.splitlines() == [
         "DeepseekV3ForCausalLM DeepseekV3Config",
         "DeepseekV32ForCausalLM DeepseekV32Config",
