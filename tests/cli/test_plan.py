@@ -5,7 +5,6 @@ from xml.etree import ElementTree
 
 import pytest
 from helpers import ROOT
-from published import CHECKPOINTS
 
 from layerfuse import registry
 from layerfuse.cli import planning
@@ -223,16 +222,3 @@ def test_the_config_of_a_declared_model_is_that_model_quantised_as_it_says_itsel
     assert lines ^ others and all("activation" in line or line.startswith("rank ") for line in lines ^ others)
     assert declared.err == ""
     assert run("plan", KIMI_CONFIG.parent, "--tp", 8).out == declared.out
-
-
-def test_a_config_that_names_no_quantisation_is_of_linears_that_are_not_quantised(run, tmp_path):
-    """In each row: of what reads a norm or a product, of linears, and of a mixture's experts."""
-    for name, whose in (
-        ("qwen3-4b", "the linears that read the activation site "),
-        ("qwen3-next-80b-a3b", "an expert's weight is bfloat16; "),
-    ):
-        answer = run("plan", CHECKPOINTS / name, "--engine", "vllm", "--target", "h100", "--json")
-        rows = [row for kind in json.loads(answer.out)["kinds"] for site in kind["sites"].values() for row in site]
-        reasons = {row["reason"] for row in rows}
-        assert any(reason.startswith(whose) for reason in reasons)
-        assert [reason for reason in reasons if "not known" in reason] == []
