@@ -126,8 +126,8 @@ def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
     return found_model(name, files)[0]
 
 
-def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str | None, str | None]:
-    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder, the file that says how its checkpoint is quantised, and what is to be said of linears that no table of the entry names, where that file names none.
+def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str | None, bool]:
+    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder, the file that says how its checkpoint is quantised, and whether that is not read.
 
     A model that ships with the library is read alone: looking for plugins would take longer than everything else that
     `plan` does.
@@ -141,23 +141,21 @@ def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str 
         shipped = Entries.shipped()
         for key, head in shipped.heads.items():
             if name.lower() in head.names:
-                return shipped[key], None, None
+                return shipped[key], None, False
     name = name.removeprefix("https://huggingface.co/")  # as it is copied from a browser
     registry, config = registry_with(files), os.path.join(name, "config.json") if os.path.isdir(name) else name
     try:
-        return registry.model(name), None, None
+        return registry.model(name), None, False
     except UnknownModelError as error:
         if not os.path.isfile(config) or not config.endswith(".json"):
             if _is_path(name) or not (error.closest or error.quantised):
                 raise NoConfigError(name, error.known) from None
             raise
     found = inspected(Path(config), registry)
-    from ..adapters.linear_specs import NOT_QUANTISED, NOT_READ
     from ..registry.inspect import MODELOPT, NOT_DECLARED
 
     beside = any(kind.source.startswith(MODELOPT) for kind in found.entry.quant.values())
     says = os.path.join(os.path.dirname(config), MODELOPT) if beside else config
-    unsaid = NOT_READ if found.unread is not None else None if found.entry.quant else NOT_QUANTISED
     for note in found.lost:
         print(f"layerfuse: {config}: {note}", file=sys.stderr)
     if found.same_as:
@@ -165,11 +163,11 @@ def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str 
 
         # The layers of a declared model; how this copy of it is quantised, its own config says.
         same = attrs.evolve(registry.model(found.same_as[0]), quant=found.entry.quant)
-        return same, says, unsaid
+        return same, says, found.unread is not None
     undeclared = any(note.startswith(NOT_DECLARED) for note in found.notes)
     engines = f"; {NOT_DECLARED}, and how an engine runs it is not known" if undeclared else ""
     said = (
         f"layerfuse: {config} was read alone; `layerfuse inspect` holds what it says to the model's own code{engines}"
     )
     print(said, file=sys.stderr)
-    return found.entry, says, unsaid
+    return found.entry, says, found.unread is not None

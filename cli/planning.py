@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import attrs
 
 from ..adapters.activation_quant import ActivationQuantError
 from ..adapters.errors import LayerfuseError, SpecError, cut, did_you_mean, shown
+from ..adapters.linear_specs import NOT_READ
 from ..adapters.specs import LinearSpec, ResidualSpec
 from ..adapters.variables import unknown_variables
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
@@ -147,11 +148,9 @@ def plan_data(
     enforce_eager: bool = False,
     published: bool = False,
     experts: bool = False,
-    unsaid: str | None = None,
+    unread: bool = False,
 ) -> dict[str, Any]:
     """The whole answer as plain data; the keys of `layerfuse plan --help` do not change, others are for people (`_SHOWN`).
-
-    Args: `unsaid`: what a checkpoint's config says of all its linears, where it has no words for how they are quantised, or none that are read.
 
     Raises:
         TooManyRanksError: the heads cannot be shared by that many ranks.
@@ -167,10 +166,8 @@ def plan_data(
     specs = sharded(entry if inside is None else _quantising(entry, inside), tp, rank, engine, published)
     if experts:
         specs = [(path, _with_experts(spec, entry)) for path, spec in specs]
-    if unsaid is not None:
-        from ..registry.published import Published
-
-        specs = [(path, Published({}, unsaid=unsaid).of(spec, shared=False)) for path, spec in specs]
+    if unread:
+        specs = list(_as_unread(specs))
     if release is not None:
         from ..fusion.metadata import releases_named
 
@@ -265,6 +262,15 @@ def _with_experts(spec: Any, entry: ModelEntry) -> Any:
     from ..registry.published import Published
 
     return attrs.evolve(spec, experts=Published(entry.quant).routed(spec.experts))
+
+
+def _as_unread(specs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The specs of a checkpoint of which a config says how it is quantised, in words that are not read."""
+    from ..registry.published import Published
+
+    published = Published({}, unsaid=NOT_READ)
+    for path, spec in specs:
+        yield path, published.of(spec, shared=False)
 
 
 def _sites(decided: Plan, paths: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
@@ -630,12 +636,7 @@ NO_QUANT = "none"
 
 def as_published(entry: ModelEntry, quant: Sequence[str]) -> bool:
     """Whether the plan is of the checkpoint as published: unless all roles are said to be something else."""
-    return bool(entry.quant) and _in_part(quant)
-
-
-def _in_part(quant: Sequence[str]) -> bool:
-    """Whether `--quant` leaves some roles as they are."""
-    return all("=" in words for words in quant)
+    return bool(entry.quant) and all("=" in words for words in quant)
 
 
 def experts_as_published(entry: ModelEntry, quant: Sequence[str]) -> bool:
@@ -732,8 +733,8 @@ def answer_plan(
     require_writable(svg)
     for said in unknown_variables():
         print(f"layerfuse: {said}", file=sys.stderr)
-    entry, read, unsaid = found_model(model, files)
-    target, note = (target, None) if target else target_for(engine)
+    entry, read, unread = found_model(model, files)
+    target, unsaid = (target, None) if target else target_for(engine)
     experts = experts_as_published(entry, quant)
     data = plan_data(
         entry,
@@ -744,12 +745,12 @@ def answer_plan(
         config=config_for(quant, experts),
         published=as_published(entry, quant),
         experts=experts,
-        unsaid=unsaid if _in_part(quant) else None,
+        unread=unread and not quant,
         release=attention.get("release"),
         **of_vllm,
     )
     data["read"], data["asked_quant"] = read, quant
-    data["notes"] = [*filter(None, [note]), *data["notes"]]
+    data["notes"] = [*filter(None, [unsaid]), *data["notes"]]
     if attention:
         from .attention import Asked, attention_data
 

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from ..adapters.activation_quant import ActivationQuant
 from ..adapters.errors import LayerfuseError, SpecError, shown
-from ..adapters.linear_specs import NOT_QUANTISED, PLAIN
+from ..adapters.linear_specs import NOT_QUANTISED
 from ..adapters.specs import (
     ExpertsSpec,
     FinalNormSpec,
@@ -117,9 +117,7 @@ class Published:
     def routed(self, mixture: ExpertsSpec) -> ExpertsSpec:
         """A declared mixture with what its routed experts' weights are."""
         kind = self._said.get("experts")
-        if kind is None:
-            return attrs.evolve(mixture, weight=PLAIN) if self._unsaid == NOT_QUANTISED else mixture
-        return attrs.evolve(mixture, weight=kind.weight_spec, activation=kind.quant)
+        return mixture if kind is None else attrs.evolve(mixture, weight=kind.weight_spec, activation=kind.quant)
 
     def _mixture(self, mixture: ExpertsSpec) -> ExpertsSpec:
         shared = None if mixture.shared is None else self._reads(mixture.shared, "shared_experts")
