@@ -23,6 +23,8 @@ _GATES: Mapping[str, Literal["silu", "sigmoid"]] = {"swish": "silu", "silu": "si
 
 _TELLING = ("kv_lora_rank", "linear_num_value_heads", "linear_attn_config", "num_key_value_heads")
 """Keys by which the family is told."""
+NO_HEAD_DIM = "head_dim is not said"
+"""How the note begins that it was derived."""
 
 
 def layers_of(
@@ -214,10 +216,15 @@ def gqa_of(
     )  # the latter of Nemotron-H
     if said is not None:
         head_dim = config.count(said)
+    elif misspelt := config.misspelt("head_dim"):
+        config.problems.append(f"head_dim is missing{misspelt}")
+        head_dim = 1
     else:
         hidden_size = config.count("hidden_size")
         head_dim = hidden_size // max(heads, 1)
-        note = f"head_dim is not said; it is hidden_size / num_attention_heads = {head_dim}, as in Llama: derived, to be checked"
+        note = (
+            f"{NO_HEAD_DIM}; it is hidden_size / num_attention_heads = {head_dim}, as in Llama: derived, to be checked"
+        )
         if heads and hidden_size % heads:
             config.problems.append(
                 f"head_dim is missing, and num_attention_heads = {heads} does not divide hidden_size = {hidden_size}"

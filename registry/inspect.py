@@ -23,7 +23,7 @@ from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
 from .hf_heads import SINKS
 from .hf_hybrids import HYBRIDS, READ_HERE, Hybrid, hybrid_layers, layers_in
-from .hf_layers import layers_of
+from .hf_layers import NO_HEAD_DIM, layers_of
 from .hf_mlps import LEFT_OUT, experts_of, mlps_of
 from .hf_quant import held_by, quant_of
 from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
@@ -98,12 +98,9 @@ class Inspection:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """The notes that say what of the config is not in the entry."""
-        return tuple(
-            note
-            for note in self.notes
-            if note == self.unread or LEFT_OUT in note or note.startswith((MODELOPT, NO_MLP_SAID))
-        )
+        """The notes that say what of the config is not in the entry, or in it by a guess that no declared model bears out."""
+        begun = (MODELOPT, NO_MLP_SAID, *(() if self.same_as else (NO_HEAD_DIM,)))
+        return tuple(note for note in self.notes if note == self.unread or LEFT_OUT in note or note.startswith(begun))
 
     def toml(self) -> str:
         """The entry as models.toml text, with the notes as comments. A draft is nothing but comments, so that it declares nothing."""

@@ -47,6 +47,17 @@ _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
 """transformers' words where they are not a spec's."""
 
 
+def own_config(model_type: str) -> Any:
+    """Transformers' own config class of a `model_type`, or None.
+
+    By its own names: vLLM registers "deepseek_v32" as DeepseekV3Config, and writes that into the class's `model_type`.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return getattr(transformers, CONFIG_MAPPING_NAMES.get(model_type, ""), None)
+
+
 @cache
 def general_recipe(model_type: str, *, headless: bool = False) -> Recipe | None:
     """How transformers builds this `model_type` for text, or None where it has no such language model.
@@ -56,13 +67,11 @@ def general_recipe(model_type: str, *, headless: bool = False) -> Recipe | None:
         headless: a model without a language-model head will do, as multimodal ones hold.
     """
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-    # transformers' own names: vLLM registers "deepseek_v32" as DeepseekV3Config, and writes that into the class's `model_type`.
-    if not hasattr(transformers, CONFIG_MAPPING_NAMES.get(model_type, "")):
+    whole = own_config(model_type)
+    if whole is None:
         return None
-    whole = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
     config_class = whole.sub_configs.get("text_config", whole)
     if not issubclass(config_class, transformers.PreTrainedConfig):
         # AutoConfig: any text model may be in it, and the config itself says which one is unless told otherwise.

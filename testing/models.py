@@ -18,7 +18,7 @@ from ..registry.catalog import ModelEntry
 from ..registry.hf_config import READ, text_part
 from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLAKind, MLPKind
 from ..registry.mixer_kinds import Mamba2Kind, MLPBlockKind
-from .general import general_recipe, yarn_rope
+from .general import general_recipe, own_config, yarn_rope
 from .recipes import NOT_IN_TRANSFORMERS, RECIPES, Recipe
 
 if TYPE_CHECKING:
@@ -112,17 +112,22 @@ def published_model(entry: ModelEntry, config: Mapping[str, Any]) -> nn.Module:
 
 
 def completed(config: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """A config with what its language model's part leaves out and transformers has defaults for, and a sentence on that; None where transformers has none."""
+    """A config with what its language model's part leaves out and transformers has defaults for, and a sentence on that.
+
+    None where it does not say which of its architecture's models it is, where its checkpoint brings a class of its own, or transformers has none.
+    """
     values, part = text_part(config)
+    if {"hidden_size", "num_hidden_layers"} - values.keys() or "auto_map" in config:
+        return None
     try:
         import transformers
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        made = CONFIG_MAPPING[values["model_type"]].from_dict(_with_floats(dict(values))).to_dict()
+        made = own_config(str(values.get("model_type"))).from_dict(_with_floats(dict(values))).to_dict()
     except FOREIGN:  # transformers is not there, or does not know it or take it
         return None
     added = {key: value for key, value in made.items() if key not in values and value is not None}
-    said = ", ".join(f"{key} = {shown(value, 30)}" for key, value in added.items() if key in READ)
+    read = [key for key in added if key in READ or "expert" in key or key.startswith(("moe_", "first_k_dense"))]
+    said = ", ".join(f"{key} = {shown(added[key], 30)}" for key in read)
     whole: dict[str, Any] = {**added, **values}
     for key in reversed(part.split(".") if part else ()):
         whole = {key: whole}

@@ -118,6 +118,16 @@ def test_a_number_beyond_every_float_is_refused_by_its_key(key, number):
     assert len(said) < 1000
 
 
+def test_a_head_dim_that_is_not_said_is_derived_aloud_and_one_that_is_misspelt_refused(run, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(PLAIN))
+    answer = run("plan", str(file))
+    assert answer.code == 0 and "head_dim is not said; it is hidden_size / num_attention_heads = 128" in answer.err
+    file.write_text(json.dumps({**PLAIN, "head_dims": 64}))
+    answer = run("plan", str(file))
+    assert answer.code == 1 and "head_dim is missing; did you mean head_dim by head_dims = 64?" in answer.err
+
+
 GEMMA = {
     "hidden_size": 2560,
     "intermediate_size": 10240,
@@ -141,6 +151,11 @@ def test_what_a_config_leaves_out_is_transformers_default_where_it_is_installed(
         "for gemma3_text: num_attention_heads = 8, num_key_value_heads = 4, head_dim = 256, rms_norm_eps = 1e-06"
         in note
     )
+    file.write_text(json.dumps({**composite, "text_config": {**GEMMA, "hidden_size": None}}))
+    assert run("inspect", str(file)).code == 1
+    file.write_text(json.dumps({"model_type": "gemma3_text"}))
+    answer = run("plan", str(file))
+    assert answer.code == 1 and "num_hidden_layers is missing" in answer.err, "it does not say which model it is"
     file.write_text(json.dumps({**composite, "text_config": {**GEMMA, "num_key_value_head": 4}}))
     answer = run("inspect", str(file))
     assert answer.code == 1 and "did you mean num_key_value_heads" in answer.err

@@ -183,9 +183,9 @@ def served(
         preempted.append(request.request_id)
         return preempt(self, request, *args, **kwargs)
 
-    def made(rows: Tensor, _: Tensor, q_weight: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-        (tokens, width), latent = rows.shape, q_weight.shape[0]
-        return outputs(rows, tokens, latent), outputs(rows, tokens, width - latent), rows.new_empty(0)
+    def made(rows: Tensor, _: Tensor, q_weight: Tensor, kv_weight: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        (tokens, width), q, kv = rows.shape, len(q_weight), len(kv_weight)
+        return outputs(rows, tokens, q), outputs(rows, tokens, width - q), outputs(rows, tokens, kv)
 
     config = engine_config(
         "deepseek-v3", layerfuse=options, dtype=dtype, mode=mode, captured=GRAPHS, overrides=DENSE if dense else EXPERTS

@@ -115,6 +115,27 @@ def test_launches_cover_any_width(
             assert 0 < q % launch.chunk <= launch.tail < launch.chunk < q
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "adds", "group", "limited"),
+    [
+        (64, 5120, True, 0, True),
+        (64, 7168, False, 0, True),
+        (64, 7168, True, 0, False),
+        (256, 8192, True, 0, False),
+        (64, 7168, True, 128, False),
+        (64, 7168, True, 32, False),
+        (256, 7168, True, 128, True),
+        (2048, 7168, True, 128, False),
+    ],
+)
+def test_registers_are_limited_where_threads_have_room_or_programs_need_it(
+    rows: int, width: int, adds: bool, group: int, limited: bool
+) -> None:
+    row = tuning.Row(width, 2, adds, group > 0, False, group, False, True)
+    launch = tuning.launch_row(tuning.regime(rows), row, 32)
+    assert launch.registers == (64 if limited else 0)
+
+
 @given(
     rows=st.integers(1, 10**9),
     width=st.integers(1, 65536),

@@ -94,8 +94,8 @@ _MANY = 8192
 """Columns from which programs take twice as many of them for 16 tokens."""
 _TAKEN = (8, 9)
 """Groups of 128 columns of the depth that a program takes for 16 tokens, where it takes as many as every other."""
-_ENOUGH = 128
-"""Programs, of which each SM of Hopper's has one. 96 of them took 8.0 us where 288 smaller ones took 5.0 (3072 x 1536, H200)."""
+_ENOUGH = 132
+"""Programs, one for each SM of Hopper's."""
 
 
 def plain_shape_of(columns: int, depth: int, most: int) -> PlainShape:

@@ -114,13 +114,15 @@ def launch_row(step: int, row: Row, wave: int) -> Launch:
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
     plan = _launch_row(step, row, wave)
-    if row.item_size != 2 or step > 3 or plan.rows > 1:
+    if row.item_size != 2 or step > 3 or plan.rows > 1 or plan.warps > 8:
         return plan
+    # Where a thread has room the limit is what it may take: the compiler would keep to 48 or fewer, and read bit by bit.
+    held = row.width / (32 * plan.warps)
+    roomy = held <= 24 or (held < 32 and not row.adds)
     # 256 rows are two programs on each SM, and two more of the next launch. Without room for four a launch waits for the one
-    # in front, which is taken for why 72 registers took 6.4 instead of 5.0 us with 7168 columns (H100, Triton 3.6). Where the compiler
-    # would keep to 48 or fewer, the limit is what it may take. Narrow groups need more, which 64 rows leave it.
-    spills = 0 < row.group_size < 128 and step == 0
-    return plan._replace(registers=_REGISTERS) if plan.warps <= 8 and not spills else plan
+    # in front, which is taken for why 72 registers took 6.4 instead of 5.0 us with 7168 columns (H100, Triton 3.6).
+    crowded = row.group_size > 0 and step > 0 and plan.warps == 8
+    return plan._replace(registers=_REGISTERS) if roomy or crowded else plan
 
 
 def _launch_row(step: int, row: Row, wave: int) -> Launch:
