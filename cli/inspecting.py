@@ -72,14 +72,20 @@ def answer_layer(path: Path, layer: str, *, files: Sequence[Path]) -> None:
 
     Raises:
         ConfigError: the config does not say enough.
-        NotBuildableError: transformers has no such model, or is not installed.
+        NotBuildableError: transformers has no such model, does not take the config, or is not installed.
         ArgumentValueError: the model has no such layer, or nothing is known of its class.
     """
-    from ..registry.inspect import read_config
-    from ..testing.models import published_model
+    from ..testing.infer_from_code import NOT_BUILT, why_not_built
+    from ..testing.models import NotBuildableError, published_model
 
     registry = registry_with(files)
-    model = published_model(inspected(path, registry).entry, read_config(path))
+    found = inspected(path, registry)
+    try:
+        model = published_model(found.entry, found.config)
+    except NotBuildableError:
+        raise
+    except Exception as error:
+        raise NotBuildableError(f"{NOT_BUILT}: {why_not_built(error, found.config)}") from error
     modules = dict(model.named_modules())
     readers = registry.readers_for(type(modules[layer])) if layer in modules else ()
     if not readers:

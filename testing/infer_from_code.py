@@ -86,6 +86,14 @@ class _Asked:
     "What looks like a layer and fits no known class."
 
 
+NOT_BUILT = "transformers builds no model of this config"
+
+
+def why_not_built(error: Exception, config: Mapping[str, Any]) -> str:
+    """What a config class or a layer of transformers says of a config that it does not take, on one line."""
+    return _of_a_value(error, config) or " ".join(said(error).split())
+
+
 def ask_code(found: Inspection, registry: Registry) -> Inspection:
     """The same inspection with what transformers' code adds, or with a note of why it could not be asked.
 
@@ -103,8 +111,7 @@ def ask_code(found: Inspection, registry: Registry) -> Inspection:
         note = f"transformers' code, which may have epsilons and sinks of its own, was not asked, and no layer was checked: {error}"
         return attrs.evolve(found, notes=(*found.notes, note))
     except Exception as error:  # a config class refuses in its own way what it does not take, and so do layers
-        why = _of_a_value(error, found.config) or " ".join(said(error).split())
-        problem = f"transformers builds no model of this config, so that no layer was checked: {why}"
+        problem = f"{NOT_BUILT}, so that no layer was checked: {why_not_built(error, found.config)}"
         return attrs.evolve(found, problems=(problem,))
     offsets = _offsets(model, found.entry.hidden_size)
     offset = offsets.pop() if len(offsets) == 1 else None

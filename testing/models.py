@@ -120,12 +120,18 @@ def completed(config: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
     if {"hidden_size", "num_hidden_layers"} - values.keys() or "auto_map" in config:
         return None
     try:
+        import difflib
+
         import transformers
 
-        made = own_config(str(values.get("model_type"))).from_dict(_with_floats(dict(values))).to_dict()
+        kind = own_config(str(values.get("model_type")))
+        made = kind.from_dict(_with_floats(dict(values))).to_dict()
     except FOREIGN:  # transformers is not there, or does not know it or take it
         return None
     added = {key: value for key, value in made.items() if key not in values and value is not None}
+    unknown = [key for key in values if key not in kind().to_dict()]
+    if any(difflib.get_close_matches(key, unknown, n=1, cutoff=0.8) for key in added if key in READ):
+        return None  # a default would hide what is misspelt
     read = [key for key in added if key in READ or "expert" in key or key.startswith(("moe_", "first_k_dense"))]
     said = ", ".join(f"{key} = {shown(added[key], 30)}" for key in read)
     whole: dict[str, Any] = {**added, **values}

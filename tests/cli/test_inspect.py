@@ -118,6 +118,13 @@ def test_a_number_beyond_every_float_is_refused_by_its_key(key, number):
     assert len(said) < 1000
 
 
+def test_a_layer_of_a_config_that_transformers_does_not_take_is_answered_on_one_line(run, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**PLAIN, "model_type": "llama", "vocab_size": "x"}))
+    answer = run("inspect", str(file), "--layer", "model.layers.0.self_attn")
+    assert answer.code == 1 and "transformers builds no model of this config: " in answer.err.splitlines()[-1]
+
+
 def test_a_head_dim_that_is_not_said_is_derived_aloud_and_one_that_is_misspelt_refused(run, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(PLAIN))
@@ -151,6 +158,10 @@ def test_what_a_config_leaves_out_is_transformers_default_where_it_is_installed(
         "for gemma3_text: num_attention_heads = 8, num_key_value_heads = 4, head_dim = 256, rms_norm_eps = 1e-06"
         in note
     )
+    answer = run("inspect", str(file), "--layer", "model.layers.0.self_attn")
+    assert answer.code == 0 and "head_dim            256" in answer.out
+    file.write_text(json.dumps({**composite, "text_config": {**GEMMA, "num_attention_head": 4}}))
+    assert run("inspect", str(file)).code == 1, "a default would hide what is misspelt"
     file.write_text(json.dumps({**composite, "text_config": {**GEMMA, "hidden_size": None}}))
     assert run("inspect", str(file)).code == 1
     file.write_text(json.dumps({"model_type": "gemma3_text"}))
