@@ -272,9 +272,9 @@ def _launch_dual(
     )  # fmt: skip
     sides = 2 if plan.split else 1
     launcher.first(
-            dual_norm, key, every, numbers, constants,
-            rows=plan.rows, sides=sides, warps=plan.warps, registers=plan.registers,
-        )  # fmt: skip
+        dual_norm, key, every, numbers, constants,
+        rows=plan.rows, sides=sides, warps=plan.warps, registers=plan.registers,
+    )  # fmt: skip
 
 
 # ---- gated norms -----------------------------------------------------------------------------------------------------
