@@ -96,6 +96,8 @@ _TAKEN = (8, 9)
 """Groups of 128 columns of the depth that a program takes for 16 tokens, where it takes as many as every other."""
 _ENOUGH = 132
 """Programs, one for each SM of Hopper's."""
+_PLENTY = 200
+"""Programs with up to 8 tokens, of which each takes twice as much of the depth as it would."""
 
 
 def plain_shape_of(columns: int, depth: int, most: int) -> PlainShape:
@@ -107,10 +109,13 @@ def plain_shape_of(columns: int, depth: int, most: int) -> PlainShape:
     """
     if most > _FEWEST and columns >= _MANY:
         return plain_shape(depth, 128, 128, 2, 2, 8)
-    for groups in _TAKEN if most > _FEWEST else ():
-        split, rest = divmod(depth, groups * 128)
-        if rest == 0 and split * columns >= 64 * _ENOUGH:
-            return plain_shape(depth, 64, 128, groups, 4, 4)
+    if most > _FEWEST:
+        for groups in _TAKEN:
+            split, rest = divmod(depth, groups * 128)
+            if rest == 0 and split * columns >= 64 * _ENOUGH:
+                return plain_shape(depth, 64, 128, groups, 4, 4)
+    elif depth % 1024 == 0 and depth // 1024 * columns >= 64 * _PLENTY:
+        return plain_shape(depth, 64, 256, 4, 2, 4)
     return plain_shape(depth, 64, 256, 2, 2, 4)
 
 
