@@ -34,6 +34,7 @@ class Arm(Texts):
             compilation_config={"cudagraph_capture_sizes": asked["captured"], **asked["compilation"]},
             additional_config=asked["additional"], **asked["engine"],
         )  # fmt: skip
+        self.beside, self.decoding, self.left = 0, list[str](), 0
         self.start = {"import_s": round(before - STARTED, 1), "start_s": round(time.time() - before, 1)}
 
     def ready(self) -> dict[str, Any]:
@@ -122,11 +123,7 @@ class Arm(Texts):
 
         engine = self.llm.llm_engine
         greedy = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True, detokenize=False)
-        began = time.time_ns()  # no request has the name of an earlier one
-        names = [f"{began} {place}" for place in range(batch)]
-        for name, prompt in zip(names, self._given(batch, context, 7), strict=True):
-            engine.add_request(name, prompt, greedy)
-        steps = 0
+        names, steps = self._added(self._given(batch, context, 7), greedy), 0
         while steps < 4:
             found = engine.step()
             if any(each.finished for each in found):
@@ -143,11 +140,50 @@ class Arm(Texts):
 
         one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
         given, times = self._given(number, length, 13), []
+        if self.beside:
+            self._keep_decoding(4 * rounds)
         for _ in range(rounds):
             began = time.perf_counter()
-            self.llm.generate(given, one, use_tqdm=False)
+            if self.beside:
+                self._step(self._added(given, one))
+            else:
+                self.llm.generate(given, one, use_tqdm=False)
             times.append((time.perf_counter() - began) * 1000)
         return times
+
+    def decode_beside(self, number: int) -> None:
+        """From here on so many sequences decode in each step of prompts, and a round lasts until the prompts are answered."""
+        self.beside = number
+
+    def _keep_decoding(self, steps: int) -> None:
+        """So that none of them ends within so many steps."""
+        from vllm import SamplingParams
+
+        if self.left >= steps:
+            return
+        self.llm.llm_engine.abort_request(self.decoding)
+        self.left, first = 1900, SamplingParams(temperature=0, max_tokens=1950, ignore_eos=True, detokenize=False)
+        self.decoding = self._added(self._given(self.beside, 64, 7), first)
+        while self._step() < self.beside:
+            pass
+
+    def _added(self, given: list[Any], sampling: Any) -> list[str]:
+        """The names of requests, which no earlier one has."""
+        began = time.time_ns()
+        names = [f"{began} {place}" for place in range(len(given))]
+        for name, prompt in zip(names, given, strict=True):
+            self.llm.llm_engine.add_request(name, prompt, sampling)
+        return names
+
+    def _step(self, until: Sequence[str] = ()) -> int:
+        """Steps until these requests have ended, one at least: how many the last one answered."""
+        waiting, answered = set(until), 0
+        while True:
+            found = self.llm.llm_engine.step()
+            waiting -= {each.request_id for each in found if each.finished}
+            self.left, answered = self.left - 1, len(found)
+            if not waiting:
+                return answered
 
     def prompt_kernels(self, number: int, length: int) -> list[dict[str, Any]]:
         """Kernel -> launches and microseconds of one such step, of every rank."""

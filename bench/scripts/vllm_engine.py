@@ -230,6 +230,9 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
                 _try(result, engines, arm, until, None)
         result["started_s"] = round(time.monotonic() - started, 1)
         # What is compiled at a first call is compiled on all cores, in all arms at once.
+        if given.beside:
+            result["beside"] = given.beside
+            _all_at_once(result, engines, until, "decode_beside", given.beside)
         for number, length in TOGETHER if given.prompts else ():
             _all_at_once(result, engines, until, "prompts", number, length, 2)
         for batch in () if given.prompts else BATCHES:
@@ -352,7 +355,7 @@ def _try(
         engines.pop(arm).stop()
         return None
     key = " ".join(["ready" if command is None else command, *(str(each) for each in given if isinstance(each, int))])
-    if command not in ("replay", "settle", "prefill", "prompts", "prompt_kernels", "prompt_calls"):
+    if command not in ("replay", "settle", "prefill", "decode_beside", "prompts", "prompt_kernels", "prompt_calls"):
         result["arms"][arm][key] = found
     return found
 
@@ -558,6 +561,9 @@ def main(about: str | None = __doc__, engine: type[Engine] = Engine, stages: dic
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--prompts", action="store_true", help="time prompts alone, with the first arm once more")
     parser.add_argument("--prompt-turns", type=int, default=40, help="in which prompts are timed; short ones")
+    parser.add_argument(
+        "--beside", type=int, default=0, help="sequences that decode in each step of prompts; vLLM alone"
+    )
     parser.add_argument(
         "--cores",
         type=int,
