@@ -136,7 +136,8 @@ def aiter_tables() -> Iterator[str]:
     for binding in BINDINGS:
         serves.setdefault(binding.function, []).append(f"`{binding.name}`")
     for function, names in serves.items():
-        yield f"| `{function.path}` | {ReleaseRange(function.since)} | {', '.join(names)} |"
+        module, _, name = function.path.partition(":")
+        yield f"| `{name}` in `{module}` | {ReleaseRange(function.since)} | {', '.join(names)} |"
     yield "\n### What is refused of it\n"
     yield "| of | in AITER | refused |\n|---|---|---|"
     for restriction in RESTRICTIONS:
