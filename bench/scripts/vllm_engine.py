@@ -150,7 +150,13 @@ class Engine:
     def variables(self, fusions: tuple[str, ...] | None, work: Path) -> dict[str, str]:
         """Of its environment."""
         cache = str(work / "cache" / self.name)
-        return {"VLLM_PLUGINS": "" if fusions is None else "layerfuse", "VLLM_CACHE_ROOT": cache}
+        # What DeepGEMM has compiled is every arm's, and the next stage's.
+        compiled = str(work / "cache" / "deep_gemm")
+        return {
+            "VLLM_PLUGINS": "" if fusions is None else "layerfuse",
+            "VLLM_CACHE_ROOT": cache,
+            "DG_JIT_CACHE_DIR": compiled,
+        }
 
     def answer(self, until: float) -> Any:
         """The next answer.

@@ -52,7 +52,7 @@ def server(arm: str, model: Path, port: int, logs: Path, cache: int) -> subproce
     additional = {} if options is None else {"layerfuse": {**options, "report": str(logs / f"{arm}.report.json")}}
     variables = {
         **os.environ, **QUIET, **QUICK["variables"], "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": "" if options is None else "layerfuse",
-        "VLLM_CACHE_ROOT": str(WORK / "cache" / model.name / arm),
+        "VLLM_CACHE_ROOT": str(WORK / "cache" / model.name / arm), "DG_JIT_CACHE_DIR": str(WORK / "cache" / "deep_gemm"),
         "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }  # fmt: skip
     command = [
