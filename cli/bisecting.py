@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ def answer_bisect(
     from .. import bisecting as job
     from .. import verify
     from ..fusion import FusionConfig
+    from ..fusion.config import ENVIRONMENT
     from ..testing.recipes import VOCABULARY
 
     registry, folder = registry_with(files), Path(name)
@@ -81,11 +83,20 @@ def answer_bisect(
     for fusion, moved in found.apart.items():
         print(f"{fusion} by itself: {moved}")
     if found.others.beyond:
-        off = ",".join(dict.fromkeys(f"-{fusion}" for _, fusion in found.pairs))
+        line = without(os.environ.get(ENVIRONMENT, ""), dict.fromkeys(fusion for _, fusion in found.pairs), found.left)
+        how = f"another run with {ENVIRONMENT}={line} finds what else moves numbers"
         print(
-            f"what is named was found first: with {off} in LAYERFUSE_FUSIONS another run finds what else moves numbers"
+            f"what is named was found first: {how if line else 'what else moves numbers are other sites of the same'}"
         )
     raise SystemExit(1)
+
+
+def without(line: str, found: Collection[str], left: Iterable[str]) -> str:
+    """What `LAYERFUSE_FUSIONS` is to say instead of this line to leave out what was found; `left` is what else ran, which `all` stands for."""
+    words = [*filter(None, map(str.strip, line.split(",")))]
+    if words and words[0][0] not in "+-":
+        return ",".join(name for name in (left if words == ["all"] else words) if name not in found)
+    return ",".join([*(word for word in words if word[1:] not in found), *(f"-{name}" for name in found)])
 
 
 def _among(report: Path, matched: Matched) -> tuple[tuple[str, str], ...]:
