@@ -261,12 +261,18 @@ def _config(_: click.Context, __: click.Parameter, config: Path) -> Path:
     if os.path.exists(config / "config.json" if os.path.isdir(config) else config):
         return config
     from ..registry.entries import Entries
+    from ..registry.errors import UnknownModelError
     from .models import no_config
 
     heads = Entries.shipped().heads
+    names = {each: known for known, head in heads.items() for each in head.names}
     other = f"`layerfuse models` lists the {len(heads)} that need none"
-    if any(name.lower() in head.names for head in heads.values()):
+    if name.lower() in names:
         other = f"it is a declared model, which `layerfuse specs {name}` and `layerfuse plan {name}` show"
+    elif near := UnknownModelError.of(name, names, heads).begun:
+        other = (
+            f"did you mean {near}, a declared model, which `layerfuse specs {near}` and `layerfuse plan {near}` show?"
+        )
     raise click.BadParameter(f"{no_config(name)}; {other}")
 
 
