@@ -10,6 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
+from attrs import frozen
+
 from ..adapters.errors import LayerfuseError, shown
 from ..registry.entries import Entries
 from ..registry.errors import UnknownModelError
@@ -121,13 +124,28 @@ def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspec
     return found
 
 
+@frozen(kw_only=True)
+class FoundModel:
+    """A model that was asked for."""
+
+    entry: ModelEntry
+    read: str | None = None
+    "The file that says how its checkpoint is quantised; None: no config was read."
+    unread: bool = False
+    "Whether what that says of it is not read."
+    alike: str | None = None
+    "The declared model of another model_type that has the same layers."
+    inspection: Inspection | None = None
+    "What the config says, where one was read."
+
+
 def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
     """The entry that `found_model` gives."""
-    return found_model(name, files)[0]
+    return found_model(name, files).entry
 
 
-def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str | None, bool]:
-    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder, the file that says how its checkpoint is quantised, and whether that is not read.
+def found_model(name: str, files: Sequence[Path] = ()) -> FoundModel:
+    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder.
 
     A model that ships with the library is read alone: looking for plugins would take longer than everything else that
     `plan` does.
@@ -141,11 +159,11 @@ def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str 
         shipped = Entries.shipped()
         for key, head in shipped.heads.items():
             if name.lower() in head.names:
-                return shipped[key], None, False
+                return FoundModel(entry=shipped[key])
     name = name.removeprefix("https://huggingface.co/")  # as it is copied from a browser
     registry, config = registry_with(files), os.path.join(name, "config.json") if os.path.isdir(name) else name
     try:
-        return registry.model(name), None, False
+        return FoundModel(entry=registry.model(name))
     except UnknownModelError as error:
         if not os.path.isfile(config) or not config.endswith(".json"):
             if _is_path(name) or not (error.closest or error.quantised):
@@ -158,16 +176,19 @@ def found_model(name: str, files: Sequence[Path] = ()) -> tuple[ModelEntry, str 
     says = os.path.join(os.path.dirname(config), MODELOPT) if beside else config
     for note in found.lost:
         print(f"layerfuse: {config}: {note}", file=sys.stderr)
+    entry, alike = found.entry, None
     if found.same_as:
-        import attrs
-
-        # The layers of a declared model; how this copy of it is quantised, its own config says.
-        same = attrs.evolve(registry.model(found.same_as[0]), quant=found.entry.quant)
-        return same, says, found.unread is not None
-    undeclared = any(note.startswith(NOT_DECLARED) for note in found.notes)
-    engines = f"; {NOT_DECLARED}, and how an engine runs it is not known" if undeclared else ""
-    said = (
-        f"layerfuse: {config} was read alone; `layerfuse inspect` holds what it says to the model's own code{engines}"
-    )
-    print(said, file=sys.stderr)
-    return found.entry, says, found.unread is not None
+        declared = registry.model(found.same_as[0])
+        if found.is_of_type(declared):
+            # How this copy of it is quantised, its own config says.
+            entry = attrs.evolve(declared, quant=found.entry.quant)
+        else:
+            alike = declared.name
+    else:
+        undeclared = any(note.startswith(NOT_DECLARED) for note in found.notes)
+        more = f"; {NOT_DECLARED}, and how an engine runs it is not known" if undeclared else ""
+        said = (
+            f"layerfuse: {config} was read alone; `layerfuse inspect` holds what it says to the model's own code{more}"
+        )
+        print(said, file=sys.stderr)
+    return FoundModel(entry=entry, read=says, unread=found.unread is not None, alike=alike, inspection=found)

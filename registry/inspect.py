@@ -102,6 +102,10 @@ class Inspection:
         begun = (MODELOPT, NO_MLP_SAID, *(() if self.same_as else (NO_HEAD_DIM,)))
         return tuple(note for note in self.notes if note == self.unread or LEFT_OUT in note or note.startswith(begun))
 
+    def is_of_type(self, other: ModelEntry) -> bool:
+        """Whether the config says that it is of the other one's `model_type`: Mistral's layers may be those of a Llama."""
+        return other.model_type in (self.entry.model_type, self.config.get("model_type"))
+
     def toml(self) -> str:
         """The entry as models.toml text, with the notes as comments. A draft is nothing but comments, so that it declares nothing."""
         from .files import unstructure

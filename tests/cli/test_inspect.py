@@ -14,6 +14,7 @@ from layerfuse.cli import models
 from layerfuse.registry import files
 from layerfuse.registry.inspect import ConfigError, inspect, read_config
 from layerfuse.registry.toml import written
+from layerfuse.testing.models import config_of
 
 NAMES = {"kimi-k2": "kimi-k2-instruct"}
 """Folders that are not called as the declared model."""
@@ -176,4 +177,17 @@ def test_what_a_config_leaves_out_is_transformers_default_where_it_is_installed(
     answer = run("plan", str(file))
     assert (
         answer.code == 1 and "num_attention_heads is missing" in answer.err and "or install transformers" in answer.err
+    )
+
+
+def test_a_config_of_another_model_type_has_its_own_name_beside_the_layers_of_a_declared_model(run, tmp_path):
+    file = tmp_path / "mistral-7b-v0.3.json"
+    config = {**config_of(registry.model("mistral-7b-v0.1")).to_dict(), "sliding_window": None}
+    file.write_text(json.dumps(config))
+    said = "mistral-7b-v0.3 (adapter decoders, its layers are declared as those of llama-3.1-8b)"
+    assert run("plan", str(file)).out.splitlines()[0] == said
+    said = run("inspect", str(file)).err
+    assert (
+        "its layers are those of llama-3.1-8b, of another model_type: `layerfuse plan " in said
+        and "this is" not in said
     )
