@@ -353,13 +353,12 @@ def doctor(json: bool) -> None:
 @_files
 @_json
 def contract(model: str, weights: Path | None, files: tuple[Path, ...], json: bool) -> None:
-    """Run the adapter contract for a declared model, on the real layers that transformers builds.
+    """Run the adapter contract for a declared model, or a config.json or its folder, on the real layers that transformers builds.
 
     Prints a line for each scenario. Exits with 1 where one fails, and where transformers cannot build the model.
 
     With --weights it reads names, dtypes and shapes of a checkpoint's tensors, and no data: each linear and norm of each
-    layer is there, as wide and as quantised as declared, and none that the entry should name is left over. MODEL may then
-    also be a config.json, or its folder.
+    layer is there, as wide and as quantised as declared, and none that the entry should name is left over.
 
     \b
     Examples:
@@ -454,7 +453,8 @@ def _finite(_: click.Context, __: click.Parameter, number: float | None) -> floa
 def bisect(model: str, prompts: Path, **asked: Any) -> None:
     """Find the fusions and sites that move a model's numbers: run it with halves of them switched off.
 
-    MODEL is a declared model, of which a small one is built as for verify, or a folder with config.json and weights.
+    MODEL is a declared model or the path of a config.json, of which a small one is built as for verify, or a folder with config.json and
+    weights.
     PROMPTS holds token ids, a JSON list on each line. LAYERFUSE_FUSIONS says which fusions take part. With --report it
     is what was fused there, but for what that variable switches off; what the model has no site for is named. Without
     --tolerance, what verify allows for the dtype is allowed. Exits with 1 where something moves a number too far.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.errors import FOREIGN, first_of, said, shown
-from .models import registry_with
+from .models import find_model, registry_with
 from .progress import progress
 from .verifying import quiet
 
@@ -32,7 +32,7 @@ def answer_bisect(
         SystemExit: with 1, where something does.
         CannotVerifyError: something that is needed is not installed, or the folder holds no model.
         ConfigError: its config or the report cannot be read, or nothing that the report says is fused can be fused in it.
-        UnknownModelError: it is no folder, and no entry has this name.
+        UnknownModelError: it is no folder or config.json, and no entry has this name.
         PromptsError: the file holds something else than token ids.
         NothingRanError: nothing was fused in it, with the reasons.
         FusionConfigError: LAYERFUSE_FUSIONS names a fusion that does not exist.
@@ -44,7 +44,7 @@ def answer_bisect(
     from ..testing.recipes import VOCABULARY
 
     registry, folder = registry_with(files), Path(name)
-    entry = None if folder.is_dir() else registry.model(name)
+    entry = None if folder.is_dir() else find_model(name, files)
     rows = job.prompts_in(prompts, _vocabulary(folder) if entry is None else VOCABULARY)
     FusionConfig.from_environment()
     reported = None if report is None else job.reported_in(report)

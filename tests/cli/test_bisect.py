@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import backend_at_hand, outside_package, run_copy
+from published import CHECKPOINTS
 
 from layerfuse import bisecting, registry
 from layerfuse.bisecting import smallest
@@ -105,6 +106,17 @@ def test_nothing_moves_where_fusions_are_right_and_the_model_comes_from_a_folder
         f"{fusion} at {'model:' if site == 'final' else 'model.'}{site}" for site, fusion in sites.items()
     }
     assert lines[lines.index("found:") + 1] == "  outside_add_rms_norm at model:final"
+
+
+def test_a_config_is_run_as_a_small_model_of_it(run, prompts, monkeypatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(bisecting, "bisect", lambda model, *_, **__: seen.append(model))
+    answer = run("bisect", CHECKPOINTS / "qwen3-4b" / "config.json", prompts, "--device", "cpu")
+    assert (answer.code, answer.out) == (0, "no fusion moves a number too far\n")
+    assert [type(model).__name__ for model in seen] == ["Qwen3ForCausalLM"]
+    assert "building a small qwen3-4b" in answer.err
+    answer = run("bisect", "nowhere/config.json", prompts)
+    assert answer.code == 2 and "there is no config.json at 'nowhere/config.json'" in answer.err
 
 
 @pytest.mark.parametrize(
