@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import frozen
@@ -90,7 +90,7 @@ def loaded(registry: Registry, files: Sequence[Path]) -> list[Mapping[str, Model
 def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspection:
     """What a config.json says, or the one in a folder; called by its folder where it has no name.
 
-    What it does not say enough without, transformers' defaults say where it is installed, as a note on stderr says.
+    Where it leaves out what an entry follows from, that is transformers' default, if it is installed, as a note says. It is printed on stderr.
 
     Raises:
         ConfigError: it does not say enough; everything missing is listed.
@@ -105,23 +105,74 @@ def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspec
     modelopt = read_modelopt(path)
     ask = partial(inspect, registry=registry, name=name, file=str(path), folder=unnamed, modelopt=modelopt)
     try:
-        return ask(config)
+        found = ask(config)
+        whole = _completed(path, config, found, ask)
     except ConfigError as error:
-        if any(MEANT in problem for problem in error.problems):
-            raise  # a default would hide what is misspelt
-        from ..testing.models import completed
+        misspelt = any(MEANT in problem for problem in error.problems)  # a default would hide it
+        whole = None if misspelt else _completed(path, config, None, ask)
+        if whole is None:
+            more = []
+            if find_spec("transformers") is None and any("missing" in problem for problem in error.problems):
+                more.append(DEFAULTS)
+            raise ConfigError(error.file, [*error.problems, *more], error.recognised, error.instead) from None
+        found = whole
+    if whole is None:
+        return found
+    print(f"layerfuse: {path}: {whole.notes[0]}", file=sys.stderr)
+    return whole
 
-        whole = completed(config)
+
+def _completed(
+    path: Path, config: Mapping[str, Any], found: Inspection | None, ask: Callable[[Mapping[str, Any]], Inspection]
+) -> Inspection | None:
+    """What a config says with transformers' defaults for what it leaves out, where that is something else: the first note says so.
+
+    Args:
+        path: of the file.
+        config: as it was parsed.
+        found: what it says by itself; None: not enough.
+        ask: inspects one.
+
+    Raises:
+        ConfigError: a key that is left out may be there, misspelt.
+    """
+    from ..bisecting import smallest
+    from ..registry.hf_config import MEANT, text_part
+    from ..registry.inspect import ConfigError
+    from ..testing.models import defaults_of, with_keys
+
+    defaults = defaults_of(config)
+    if defaults is None:
+        return None
+
+    def with_defaults(keys: Iterable[str]) -> Inspection:
+        return ask(with_keys(config, {key: defaults.values[key] for key in keys}))
+
+    try:
+        whole = with_defaults(defaults.values)
+    except ConfigError as error:
+        note = f"it leaves out what {defaults.whose}, which does not go with the rest: {'; '.join(error.problems)}"
+        return None if found is None else attrs.evolve(found, notes=(note, *found.notes))
+    if found is not None and whole.entry == found.entry:
+        return None
+
+    def is_enough(keys: Iterable[str]) -> bool:
         try:
-            found = None if whole is None else ask(whole[0])
+            return with_defaults(keys).entry == whole.entry
         except ConfigError:
-            found = None
-        if find_spec("transformers") is None and any("missing" in problem for problem in error.problems):
-            raise ConfigError(error.file, [*error.problems, DEFAULTS], error.recognised, error.instead) from None
-        if whole is None or found is None:
-            raise
-    print(f"layerfuse: {path}: {whole[1]}", file=sys.stderr)
-    return found
+            return False
+
+    needed = {key: defaults.values[key] for key in smallest([*defaults.values], is_enough)}
+    values, _ = text_part(config)
+    problems = [
+        f"{key} is missing; {MEANT} {key} by {near} = {shown(values[near])}?"
+        for key, near in defaults.meant.items()
+        if key in needed
+    ]
+    if problems:
+        raise ConfigError(str(path), problems, whole.recognised)
+    said = ", ".join(f"{key} = {shown(value, 30)}" for key, value in needed.items())
+    return attrs.evolve(whole, notes=(f"it leaves out what {defaults.whose}: {said}", *whole.notes), defaults=needed)
 
 
 @frozen(kw_only=True)
@@ -187,6 +238,8 @@ def found_model(name: str, files: Sequence[Path] = ()) -> FoundModel:
     else:
         undeclared = any(note.startswith(NOT_DECLARED) for note in found.notes)
         more = f"; {NOT_DECLARED}, and how an engine runs it is not known" if undeclared else ""
+        if find_spec("transformers") is None:
+            more += "; transformers, whose defaults are taken for what a config leaves out, is not installed"
         said = (
             f"layerfuse: {config} was read alone; `layerfuse inspect` holds what it says to the model's own code{more}"
         )

@@ -752,6 +752,7 @@ def answer_plan(
         **of_vllm,
     )
     data["read"], data["asked_quant"], data["alike"] = found.read, quant, found.alike
+    data["defaults"] = {} if found.inspection is None else found.inspection.defaults
     data["notes"] = [*filter(None, [unsaid]), *data["notes"]]
     if attention:
         from .attention import Asked, attention_data

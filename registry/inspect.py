@@ -95,6 +95,8 @@ class Inspection:
     "What the model's code contradicts, or what of it fits no known class: the entry is then a draft, and no answer."
     unread: str | None = None
     "Why what it says of its quantisation is not read, which is one of the notes; None where it is, or it says nothing."
+    defaults: Mapping[str, Any] = field(factory=dict)
+    "What transformers has by default for keys that the config leaves out, as far as the entry follows from them, which is one of the notes."
 
     @property
     def lost(self) -> tuple[str, ...]:
