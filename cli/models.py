@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import frozen
 
-from ..adapters.errors import LayerfuseError, shown
+from ..adapters.errors import LayerfuseError, cut, shown
 from ..registry.entries import Entries
 from ..registry.errors import UnknownModelError
 
@@ -90,7 +91,8 @@ def loaded(registry: Registry, files: Sequence[Path]) -> list[Mapping[str, Model
 def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspection:
     """What a config.json says, or the one in a folder; called by its folder where it has no name.
 
-    Where it leaves out what an entry follows from, that is transformers' default, if it is installed, as a note says. It is printed on stderr.
+    Where it leaves out what an entry follows from, that is transformers' default, if it is installed, as a note says. The note, and one on a
+    model_type that may be misspelt, are printed on stderr.
 
     Raises:
         ConfigError: it does not say enough; everything missing is listed.
@@ -104,6 +106,7 @@ def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspec
     unnamed = None if config.get("_name_or_path") else named or None
     modelopt = read_modelopt(path)
     ask = partial(inspect, registry=registry, name=name, file=str(path), folder=unnamed, modelopt=modelopt)
+    odd = _odd_type(config, registry)
     try:
         found = ask(config)
         whole = _completed(path, config, found, ask)
@@ -111,15 +114,16 @@ def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspec
         misspelt = any(MEANT in problem for problem in error.problems)  # a default would hide it
         whole = None if misspelt else _completed(path, config, None, ask)
         if whole is None:
-            more = []
+            more = [] if odd is None else [odd]
             if find_spec("transformers") is None and any("missing" in problem for problem in error.problems):
                 more.append(DEFAULTS)
             raise ConfigError(error.file, [*error.problems, *more], error.recognised, error.instead) from None
         found = whole
-    if whole is None:
-        return found
-    print(f"layerfuse: {path}: {whole.notes[0]}", file=sys.stderr)
-    return whole
+    said = [*filter(None, [odd]), *(() if whole is None else whole.notes[:1])]
+    for note in said:
+        print(f"layerfuse: {path}: {note}", file=sys.stderr)
+    found = whole or found
+    return found if odd is None else attrs.evolve(found, notes=(odd, *found.notes))
 
 
 def _completed(
@@ -173,6 +177,34 @@ def _completed(
         raise ConfigError(str(path), problems, whole.recognised)
     said = ", ".join(f"{key} = {shown(value, 30)}" for key, value in needed.items())
     return attrs.evolve(whole, notes=(f"it leaves out what {defaults.whose}: {said}", *whole.notes), defaults=needed)
+
+
+def _odd_type(config: Mapping[str, Any], registry: Registry) -> str | None:
+    """That nothing knows the model_type of a config's language model, where one that is known is close to it. Another number is another model."""
+    import difflib
+
+    from ..registry.hf_config import MEANT, text_part
+    from ..registry.hf_hybrids import HYBRIDS
+
+    said = text_part(config)[0].get("model_type")
+    known = {entry.model_type for entry in registry.models().values() if entry.model_type} | {*HYBRIDS}
+    if not isinstance(said, str) or said in known or "auto_map" in config:
+        return None
+    from ..testing.general import known_types
+
+    known |= known_types()
+    near = [
+        each
+        for each in difflib.get_close_matches(cut(said.lower()), sorted(known), n=3, cutoff=0.8)
+        if _words(each) != _words(said)
+    ]
+    if said in known or not near:
+        return None
+    return f"nothing is known of a model_type {shown(said)}; {MEANT} {shown(near[0])}?"
+
+
+def _words(text: str) -> str:
+    return re.sub(r"[\d.]", "", text)
 
 
 @frozen(kw_only=True)

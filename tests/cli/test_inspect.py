@@ -239,3 +239,14 @@ def test_a_config_of_another_model_type_has_its_own_name_beside_the_layers_of_a_
         "its layers are those of llama-3.1-8b, of another model_type: `layerfuse plan " in said
         and "this is" not in said
     )
+
+
+@pytest.mark.parametrize(("said", "meant"), [("lama", "'llama'"), ("Mixtral", "'mixtral'"), ("qwen9", ""), ("new", "")])
+def test_a_model_type_that_may_be_misspelt_is_said(run, tmp_path, said, meant):
+    file = tmp_path / "config.json"
+    words = f"nothing is known of a model_type '{said}'; did you mean {meant}?"
+    file.write_text(json.dumps({**PLAIN, "model_type": said, "architectures": []}))
+    assert (words in run("plan", file).err) == bool(meant)
+    assert (f"# {words}" in run("inspect", file).out) == bool(meant)
+    file.write_text(json.dumps({"model_type": said}))
+    assert (words in run("plan", file).err) == bool(meant)
