@@ -74,6 +74,8 @@ class Found:
     "By all fusions but these."
     apart: Mapping[str, Moved] = field(factory=dict)
     "Other fusions that move one too far by themselves, at all their sites, the largest first."
+    left: tuple[str, ...] = ()
+    "The fusions that ran and are in no pair."
 
 
 def prompts_in(path: Path, vocabulary: int | None = None) -> tuple[tuple[int, ...], ...]:
@@ -400,7 +402,14 @@ def bisect(
     moved, report = tried(found)  # layers that share a graph share what is fused in it
     ran = [*report.executed]
     others, _ = tried(pair for pair in pairs if pair not in ran)
-    return Found(pairs=tuple(ran), moved=moved, others=others, apart={name: alone[name] for name in apart[1:]})
+    named = {name for _, name in ran}
+    return Found(
+        pairs=tuple(ran),
+        moved=moved,
+        others=others,
+        apart={name: alone[name] for name in apart[1:]},
+        left=tuple(dict.fromkeys(name for _, name in pairs if name not in named)),
+    )
 
 
 def _not_run(report: Report, among: Iterable[Pair] | None) -> Iterator[str]:

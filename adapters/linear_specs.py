@@ -34,6 +34,13 @@ class WeightSpec(Checked):
             yield f"block: expected output and input features, each at least 1, got {self.block}"
 
 
+def weight_in_words(weight: WeightSpec) -> str:
+    """How a weight is held, for people: `int4, one scale per group of 1 x 32`."""
+    block = "" if weight.block is None else f" of {' x '.join(map(str, weight.block))}"
+    shares = "MX group" if weight.scheme == "mx" else weight.scheme
+    return weight.dtype if weight.scheme == "plain" else f"{weight.dtype}, one scale per {shares}{block}"
+
+
 @frozen(kw_only=True, cache_hash=True)
 class LinearSpec(Checked):
     """One linear of a layer, which may be several of the model's that an engine has merged (query, key, value; gate, up).

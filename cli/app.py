@@ -172,6 +172,8 @@ def plan(model: str | None, all_tp: bool, tp: int, rank: int, engine: str | None
       config   which fusions were wanted
       published  how the checkpoint's linears are quantised, where the
                plan is of that: a list of texts
+      defaults  what a config.json leaves out and transformers has by
+               default, as far as the plan follows from it
       kinds    a list of {kind, family, count, layers, spec, sites};
                sites: role -> a list of {fusion, decision, reason,
                tokens, sites}, decision: expected, fallback, refused
@@ -261,12 +263,18 @@ def _config(_: click.Context, __: click.Parameter, config: Path) -> Path:
     if os.path.exists(config / "config.json" if os.path.isdir(config) else config):
         return config
     from ..registry.entries import Entries
+    from ..registry.errors import UnknownModelError
     from .models import no_config
 
     heads = Entries.shipped().heads
+    names = {each: known for known, head in heads.items() for each in head.names}
     other = f"`layerfuse models` lists the {len(heads)} that need none"
-    if any(name.lower() in head.names for head in heads.values()):
+    if name.lower() in names:
         other = f"it is a declared model, which `layerfuse specs {name}` and `layerfuse plan {name}` show"
+    elif near := UnknownModelError.of(name, names, heads).begun:
+        other = (
+            f"did you mean {near}, a declared model, which `layerfuse specs {near}` and `layerfuse plan {near}` show?"
+        )
     raise click.BadParameter(f"{no_config(name)}; {other}")
 
 
@@ -347,13 +355,12 @@ def doctor(json: bool) -> None:
 @_files
 @_json
 def contract(model: str, weights: Path | None, files: tuple[Path, ...], json: bool) -> None:
-    """Run the adapter contract for a declared model, on the real layers that transformers builds.
+    """Run the adapter contract for a declared model, or a config.json or its folder, on the real layers that transformers builds.
 
     Prints a line for each scenario. Exits with 1 where one fails, and where transformers cannot build the model.
 
     With --weights it reads names, dtypes and shapes of a checkpoint's tensors, and no data: each linear and norm of each
-    layer is there, as wide and as quantised as declared, and none that the entry should name is left over. MODEL may then
-    also be a config.json, or its folder.
+    layer is there, as wide and as quantised as declared, and none that the entry should name is left over.
 
     \b
     Examples:
@@ -448,7 +455,8 @@ def _finite(_: click.Context, __: click.Parameter, number: float | None) -> floa
 def bisect(model: str, prompts: Path, **asked: Any) -> None:
     """Find the fusions and sites that move a model's numbers: run it with halves of them switched off.
 
-    MODEL is a declared model, of which a small one is built as for verify, or a folder with config.json and weights.
+    MODEL is a declared model or the path of a config.json, of which a small one is built as for verify, or a folder with config.json and
+    weights.
     PROMPTS holds token ids, a JSON list on each line. LAYERFUSE_FUSIONS says which fusions take part. With --report it
     is what was fused there, but for what that variable switches off; what the model has no site for is named. Without
     --tolerance, what verify allows for the dtype is allowed. Exits with 1 where something moves a number too far.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.errors import FOREIGN, first_of, said, shown
-from .models import registry_with
+from .models import find_model, registry_with
 from .progress import progress
 from .verifying import quiet
 
@@ -31,7 +32,7 @@ def answer_bisect(
         SystemExit: with 1, where something does.
         CannotVerifyError: something that is needed is not installed, or the folder holds no model.
         ConfigError: its config or the report cannot be read, or nothing that the report says is fused can be fused in it.
-        UnknownModelError: it is no folder, and no entry has this name.
+        UnknownModelError: it is no folder or config.json, and no entry has this name.
         PromptsError: the file holds something else than token ids.
         NothingRanError: nothing was fused in it, with the reasons.
         FusionConfigError: LAYERFUSE_FUSIONS names a fusion that does not exist.
@@ -39,10 +40,11 @@ def answer_bisect(
     from .. import bisecting as job
     from .. import verify
     from ..fusion import FusionConfig
+    from ..fusion.config import ENVIRONMENT
     from ..testing.recipes import VOCABULARY
 
     registry, folder = registry_with(files), Path(name)
-    entry = None if folder.is_dir() else registry.model(name)
+    entry = None if folder.is_dir() else find_model(name, files)
     rows = job.prompts_in(prompts, _vocabulary(folder) if entry is None else VOCABULARY)
     FusionConfig.from_environment()
     reported = None if report is None else job.reported_in(report)
@@ -81,11 +83,20 @@ def answer_bisect(
     for fusion, moved in found.apart.items():
         print(f"{fusion} by itself: {moved}")
     if found.others.beyond:
-        off = ",".join(dict.fromkeys(f"-{fusion}" for _, fusion in found.pairs))
+        line = without(os.environ.get(ENVIRONMENT, ""), dict.fromkeys(fusion for _, fusion in found.pairs), found.left)
+        how = f"another run with {ENVIRONMENT}={line} finds what else moves numbers"
         print(
-            f"what is named was found first: with {off} in LAYERFUSE_FUSIONS another run finds what else moves numbers"
+            f"what is named was found first: {how if line else 'what else moves numbers are other sites of the same'}"
         )
     raise SystemExit(1)
+
+
+def without(line: str, found: Collection[str], left: Iterable[str]) -> str:
+    """What `LAYERFUSE_FUSIONS` is to say instead of this line to leave out what was found; `left` is what else ran, which `all` stands for."""
+    words = [*filter(None, map(str.strip, line.split(",")))]
+    if words and words[0][0] not in "+-":
+        return ",".join(name for name in (left if words == ["all"] else words) if name not in found)
+    return ",".join([*(word for word in words if word[1:] not in found), *(f"-{name}" for name in found)])
 
 
 def _among(report: Path, matched: Matched) -> tuple[tuple[str, str], ...]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..adapters.errors import LayerfuseError
+from ..testing.infer_from_code import ask_code
 from ..testing.models import why_not
 from .console import console, print_json
-from .models import registry_with
+from .models import found_model, registry_with
 
 _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
@@ -25,10 +26,14 @@ def answer_contract(model: str, *, files: Sequence[Path], json: bool) -> None:
     Raises:
         SystemExit: with 1, after all scenarios, where one failed.
         UnknownModelError: no entry has this name.
+        ConfigError: a config.json does not say enough.
         CannotTestError: torch or transformers is not installed, or transformers cannot build the model.
     """
-    registry = registry_with(files)
-    entry = registry.model(model)
+    registry, found = registry_with(files), found_model(model, files)
+    entry = found.entry
+    if found.inspection is not None and entry.name not in registry.models():
+        entry = ask_code(found.inspection, registry).entry
+        registry.register_model(entry)
     if (reason := why_not(entry)) is not None:
         raise CannotTestError(
             f"{entry.name} was held to nothing: {reason}. Give the model yourself: a subclass of "
@@ -39,7 +44,7 @@ def answer_contract(model: str, *, files: Sequence[Path], json: bool) -> None:
         from ..testing.run import iter_contract
 
         results = []
-        for result in iter_contract(model, registry=registry):
+        for result in iter_contract(entry.name, registry=registry):
             results.append(result)
             if not json:
                 _print(result.scenario, result.title, result.outcome, result.reason)
@@ -60,7 +65,7 @@ def answer_contract(model: str, *, files: Sequence[Path], json: bool) -> None:
             ]
         )
     else:
-        print(f"{model}: " + ", ".join(f"{counts[word]} {word}" for word in _STYLES))
+        print(f"{entry.name}: " + ", ".join(f"{counts[word]} {word}" for word in _STYLES))
     if counts["failed"]:
         raise SystemExit(1)
 

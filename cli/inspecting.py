@@ -45,7 +45,11 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
         same = f" (and {', '.join(others)}, with the same layers)" if others else ""
         entry = f"the one that follows is for the name {found.entry.name}"
         quantised, theirs = (set(map(str, each.quant.values())) for each in (found.entry, registry.model(first)))
-        if quantised == theirs and found.unread is None:
+        if not found.is_of_type(registry.model(first)):
+            said.append(
+                f"its layers are those of {first}{same}, of another model_type: `layerfuse plan {path}` plans it without an entry; {entry}"
+            )
+        elif quantised == theirs and found.unread is None:
             said.append(f"this is {first}{same}: `layerfuse plan {first}` knows it without an entry; {entry}")
         else:
             how = " | ".join(sorted(quantised)) or "not, as far as that is read"

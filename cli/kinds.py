@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 from attrs import frozen
 
+from ..adapters.linear_specs import weight_in_words
 from ..adapters.specs import (
     FAMILY_OF,
     ExpertsSpec,
@@ -155,7 +156,7 @@ def rows_of(spec: Any) -> list[tuple[str, str]]:
             ("experts", f"{spec.num_experts} total{local}, {spec.experts_per_token} per token"),
             ("width", str(spec.intermediate_size)),
             ("shared experts", "none" if spec.shared is None else f"{spec.shared.intermediate_size} wide"),
-            *([] if spec.weight is None else [("weights", str(spec.weight))]),
+            *([] if spec.weight is None else [("weights", weight_in_words(spec.weight))]),
         ]
     if isinstance(spec, ResidualSpec):
         if spec.post_norms:

@@ -45,7 +45,7 @@ ENGINE_TARGET = "sm90"
 """Of those where torch can use no GPU: H100s and H200s run most of them."""
 
 LARGEST_TP_LISTED = 64
-_SHOWN = ("fusions", "off", "rows", "paths", "read", "asked_quant", "planned_for")
+_SHOWN = ("fusions", "off", "rows", "paths", "read", "alike", "asked_quant", "planned_for")
 _WORDS = {"expected": "yes", "fallback": "fallback", "off": "off", "refused": "no", "not_applicable": "not applicable"}
 _STYLES = {"expected": "green", "fallback": "cyan", "off": "yellow", "refused": "red", "not_applicable": "dim"}
 
@@ -542,7 +542,8 @@ def show_plan(data: dict[str, Any], verbose: bool, to: Console) -> None:
     """The answer for people: what is fused at how many sites, and behind it, if asked for, each kind of layer."""
     from rich.text import Text
 
-    about = ", ".join(filter(None, [data["hf_id"], f"adapter {data['adapter']}"]))
+    alike = data["alike"] and f"its layers are declared as those of {data['alike']}"
+    about = ", ".join(filter(None, [data["hf_id"], f"adapter {data['adapter']}", alike]))
     to.print(Text.assemble((data["model"], "bold"), f" ({about})"))
     within = "" if data["planned_for"] is None else f", engine {data['planned_for']}"
     asked = dict.fromkeys(data.get("asked_quant", ()))
@@ -733,7 +734,8 @@ def answer_plan(
     require_writable(svg)
     for said in unknown_variables():
         print(f"layerfuse: {said}", file=sys.stderr)
-    entry, read, unread = found_model(model, files)
+    found = found_model(model, files)
+    entry = found.entry
     target, unsaid = (target, None) if target else target_for(engine)
     experts = experts_as_published(entry, quant)
     data = plan_data(
@@ -745,11 +747,12 @@ def answer_plan(
         config=config_for(quant, experts),
         published=as_published(entry, quant),
         experts=experts,
-        unread=unread and not quant,
+        unread=found.unread and not quant,
         release=attention.get("release"),
         **of_vllm,
     )
-    data["read"], data["asked_quant"] = read, quant
+    data["read"], data["asked_quant"], data["alike"] = found.read, quant, found.alike
+    data["defaults"] = {} if found.inspection is None else found.inspection.defaults
     data["notes"] = [*filter(None, [unsaid]), *data["notes"]]
     if attention:
         from .attention import Asked, attention_data

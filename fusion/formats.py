@@ -145,7 +145,7 @@ class Formats(Mapping[str, Format]):
                             self._known[found.word] = found
                             continue
                         sentence = self._refused[point.name, package] = unusable(point.name, package, found)
-                        warnings.warn(sentence, RuntimeWarning, stacklevel=4)
+                        warnings.warn(sentence, RuntimeWarning, stacklevel=1)
                     self._is_read = True
         return self._known
 

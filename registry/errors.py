@@ -84,6 +84,8 @@ class UnknownModelError(UnknownNameError):
     """No models.toml entry has this name. `quantised`: the declared model of which it names a checkpoint in fp8, and `HOW` it says that it quantises."""
 
     quantised: tuple[str, str] | None = None
+    begun: str | None = None
+    "The declared model with whose name or id, of its last part, this one's last part begins."
 
     @classmethod
     def of(cls, name: str, names: Mapping[str, str], known: Collection[str]) -> UnknownModelError:
@@ -93,17 +95,19 @@ class UnknownModelError(UnknownNameError):
         suffix = next((each for each in HOW if asked.endswith(each)), None)
         if suffix is not None and asked not in last and (base := last.get(asked.removesuffix(suffix))):
             error.quantised = base, suffix
+        own = {
+            each.rpartition("/")[2]: model for each, model in names.items() if each == model or "/" in each
+        }  # no alias
+        error.begun = own.get(max((each for each in own if f"{asked}-".startswith(f"{each}-")), key=len, default=""))
         return error
 
     @property
     def closest(self) -> tuple[str, ...]:
-        """The names that are most like it; of an id those that its last part begins with, the longest first, else its last part is compared."""
+        """The model whose name this one begins with, or else the names that are most like it; of an id its last part is compared too."""
+        if self.begun is not None:
+            return (self.begun,)
         name = cut(self.name.lower(), 200)
-        last = name.rpartition("/")[2]
-        if near := closest(name, self.known):
-            return tuple(near)
-        begins = sorted((each for each in self.known if last.startswith(each.lower())), key=len, reverse=True)
-        return tuple(begins[:3] or closest(last, self.known))
+        return tuple(closest(name, self.known) or closest(name.rpartition("/")[2], self.known))
 
     def __str__(self) -> str:
         near = f"; did you mean {' or '.join(self.closest)}?" if self.closest else "."

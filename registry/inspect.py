@@ -95,12 +95,18 @@ class Inspection:
     "What the model's code contradicts, or what of it fits no known class: the entry is then a draft, and no answer."
     unread: str | None = None
     "Why what it says of its quantisation is not read, which is one of the notes; None where it is, or it says nothing."
+    defaults: Mapping[str, Any] = field(factory=dict)
+    "What transformers has by default for keys that the config leaves out, as far as the entry follows from them, which is one of the notes."
 
     @property
     def lost(self) -> tuple[str, ...]:
         """The notes that say what of the config is not in the entry, or in it by a guess that no declared model bears out."""
         begun = (MODELOPT, NO_MLP_SAID, *(() if self.same_as else (NO_HEAD_DIM,)))
         return tuple(note for note in self.notes if note == self.unread or LEFT_OUT in note or note.startswith(begun))
+
+    def is_of_type(self, other: ModelEntry) -> bool:
+        """Whether the config says that it is of the other one's `model_type`: Mistral's layers may be those of a Llama."""
+        return other.model_type in (self.entry.model_type, self.config.get("model_type"))
 
     def toml(self) -> str:
         """The entry as models.toml text, with the notes as comments. A draft is nothing but comments, so that it declares nothing."""

@@ -189,7 +189,9 @@ def _compressed_tensors(said: Mapping[str, Any]) -> Words:
     groups = list((said.get("config_groups") or {}).values())
     if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
         raise UnreadError("it has several groups of linears, or one that is not of all")
-    weights, reads = groups[0]["weights"], groups[0].get("input_activations")
+    weights, reads = groups[0].get("weights"), groups[0].get("input_activations")
+    if weights is None:
+        raise UnreadError(f"config_groups.{next(iter(said['config_groups']))} has no weights")
     bits, kind, strategy, size = (weights.get(key) for key in ("num_bits", "type", "strategy", "group_size"))
     mx = str(groups[0].get("format") or said.get("format")).startswith("mx")
     dtypes = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): _FP8, (4, "float"): _FP4}

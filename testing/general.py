@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ..adapters.errors import FOREIGN
 from ..registry.hf_keys import GDN_KEYS, GQA_KEYS, KDA_KEYS, MLA_KEYS, Keys
 from .recipes import EXTRAS, VOCABULARY, Extra, Recipe
 
@@ -56,6 +57,15 @@ def own_config(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return getattr(transformers, CONFIG_MAPPING_NAMES.get(model_type, ""), None)
+
+
+def known_types() -> frozenset[str]:
+    """The `model_type`s that transformers has; none where it is not installed."""
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    except FOREIGN:
+        return frozenset()
+    return frozenset(CONFIG_MAPPING_NAMES)
 
 
 @cache

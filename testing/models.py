@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from attrs import frozen
 
 from ..adapters.arguments import check_counts, expect
 from ..adapters.errors import FOREIGN, ArgumentError, ArgumentValueError, LayerfuseError, said, shown
 from ..registry.catalog import ModelEntry
-from ..registry.hf_config import READ, text_part
+from ..registry.hf_config import text_part
 from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLAKind, MLPKind
 from ..registry.mixer_kinds import Mamba2Kind, MLPBlockKind
 from .general import general_recipe, own_config, yarn_rope
@@ -111,12 +112,24 @@ def published_model(entry: ModelEntry, config: Mapping[str, Any]) -> nn.Module:
     return _made(recipe, _around(recipe, made), device="meta", dtype=None)
 
 
-def completed(config: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """A config with what its language model's part leaves out and transformers has defaults for, and a sentence on that.
+@frozen(kw_only=True)
+class Defaults:
+    """What transformers takes for what the language model's part of a config leaves out."""
+
+    whose: str
+    "Which transformers, and of which model_type."
+    values: Mapping[str, Any]
+    "By key, each that is not None."
+    meant: Mapping[str, str]
+    "Those of the keys for which another one of the config, which transformers does not know, may be meant -> that one."
+
+
+def defaults_of(config: Mapping[str, Any]) -> Defaults | None:
+    """What transformers takes for what a config leaves out.
 
     None where it does not say which of its architecture's models it is, where its checkpoint brings a class of its own, or transformers has none.
     """
-    values, part = text_part(config)
+    values, _ = text_part(config)
     if {"hidden_size", "num_hidden_layers"} - values.keys() or "auto_map" in config:
         return None
     try:
@@ -130,19 +143,18 @@ def completed(config: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
         return None
     added = {key: value for key, value in made.items() if key not in values and value is not None}
     unknown = [key for key in values if key not in kind().to_dict()]
-    if any(difflib.get_close_matches(key, unknown, n=1, cutoff=0.8) for key in added if key in READ):
-        return None  # a default would hide what is misspelt
-    read = [key for key in added if key in READ or "expert" in key or key.startswith(("moe_", "first_k_dense"))]
-    said = ", ".join(f"{key} = {shown(added[key], 30)}" for key in read)
-    whole: dict[str, Any] = {**added, **values}
+    meant = {key: near[0] for key in added if (near := difflib.get_close_matches(key, unknown, n=1, cutoff=0.8))}
+    whose = f"transformers {transformers.__version__} has by default for {values['model_type']}"
+    return Defaults(whose=whose, values=added, meant=meant)
+
+
+def with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with more keys in its language model's part."""
+    values, part = text_part(config)
+    whole: dict[str, Any] = {**keys, **values}
     for key in reversed(part.split(".") if part else ()):
         whole = {key: whole}
-    if part:
-        whole = {**config, **whole}
-    return (
-        whole,
-        f"it leaves out what transformers {transformers.__version__} has by default for {values['model_type']}: {said}",
-    )
+    return {**config, **whole} if part else whole
 
 
 def _with_floats(said: Any) -> Any:

@@ -142,7 +142,7 @@ class Catalog(Mapping[str, Fusion]):
                     added, self._refused = _of_plugins(tuple(found.values()))
                     self._fusions = found | {fusion.name: fusion for fusion in added}
                     for sentence in self._refused.values():
-                        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+                        warnings.warn(sentence, RuntimeWarning, stacklevel=1)
         return self._fusions
 
     @property
@@ -157,7 +157,7 @@ class Catalog(Mapping[str, Fusion]):
         with self._lock:
             self._fusions = {name: other for name, other in self._all().items() if name != fusion.name}
             self._refused[fusion.entry_point, fusion.owner] = sentence
-        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+        warnings.warn(sentence, RuntimeWarning, stacklevel=1)
 
     def check(self, name: str) -> None:
         """Refuse a name that no fusion has.

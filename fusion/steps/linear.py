@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import evolve, field, frozen
 
 from ...adapters.activation_quant import ActivationQuant
+from ...adapters.linear_specs import weight_in_words
 from ...adapters.specs import LinearSpec, WeightSpec
 from ..declare import Kernel, Op
 from ..kernel_source import later
@@ -88,12 +89,12 @@ class Linear(Whole):
         """What the op says of a weight that it does not read; None of one that it reads, or that is not known."""
         if weight is None or weight in self.weights:
             return None
-        return Legality("not_applicable", f"{self.whose} is {_words(weight)}; {self.reads}")
+        return Legality("not_applicable", f"{self.whose} is {weight_in_words(weight)}; {self.reads}")
 
     @property
     def reads(self) -> str:
         """The weights that the op reads, in words."""
-        return f"{self.op.name} reads {' or '.join(map(_words, self.weights))}"
+        return f"{self.op.name} reads {' or '.join(map(weight_in_words, self.weights))}"
 
     def other_quant(self, quant: ActivationQuant) -> str | None:
         """The same of how what is read is quantised, as a sentence."""
@@ -146,9 +147,3 @@ class Experts(Linear):
         from ..match.errors import Unmatched
 
         raise Unmatched(f"{self.op.name} writes to what it is given, which no graph does")
-
-
-def _words(weight: WeightSpec) -> str:
-    block = "" if weight.block is None else f" of {' x '.join(map(str, weight.block))}"
-    shares = "MX group" if weight.scheme == "mx" else weight.scheme
-    return weight.dtype if weight.scheme == "plain" else f"{weight.dtype}, one scale per {shares}{block}"

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from helpers import backend_at_hand, outside_package, run_copy
+from published import CHECKPOINTS
 
 from layerfuse import bisecting, registry
 from layerfuse.bisecting import smallest
+from layerfuse.cli.bisecting import without
 from layerfuse.fusion import FusionConfig, FusionConfigError, Target, compile, plan  # noqa: A004
 from layerfuse.registry.inspect import ConfigError
 from layerfuse.testing import small_model
 
+ADD, DUAL = "add_rms_norm", "mla_dual_rms_norm"
 RUN = """
 import sys, torch
 torch.set_num_threads(1)
@@ -59,7 +62,24 @@ def test_a_wrong_kernel_is_named_with_its_site(outside, prompts):
     assert lines[end + 1].startswith("  outside_add_rms_norm at model")
     assert lines[end + 2].startswith("  off by ") and lines[end + 2].endswith("too far")
     assert lines[end + 3].startswith("without it: off by ") and lines[end + 3].endswith("too far")
-    assert lines[end + 4].startswith("what is named was found first: with -outside_add_rms_norm in LAYERFUSE_FUSIONS ")
+    assert lines[end + 4].startswith(
+        "what is named was found first: another run with LAYERFUSE_FUSIONS=mla_dual_rms_norm "
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("", f"-{ADD}"),
+        (f"{ADD}, {DUAL}", DUAL),
+        (ADD, ""),
+        ("all", f"{DUAL},all_reduce_add_rms_norm"),
+        (f"+{ADD},-{DUAL}", f"-{DUAL},-{ADD}"),
+    ],
+)
+def test_the_line_that_leaves_out_what_was_found_is_one_that_is_read(line: str, value: str) -> None:
+    said = without(line, [ADD], [DUAL, "all_reduce_add_rms_norm"])
+    assert said == value and not dict(FusionConfig.parse(said).switches).get(ADD)
 
 
 def test_nothing_moves_where_fusions_are_right_and_the_model_comes_from_a_folder(outside, prompts, tmp_path):
@@ -86,6 +106,17 @@ def test_nothing_moves_where_fusions_are_right_and_the_model_comes_from_a_folder
         f"{fusion} at {'model:' if site == 'final' else 'model.'}{site}" for site, fusion in sites.items()
     }
     assert lines[lines.index("found:") + 1] == "  outside_add_rms_norm at model:final"
+
+
+def test_a_config_is_run_as_a_small_model_of_it(run, prompts, monkeypatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(bisecting, "bisect", lambda model, *_, **__: seen.append(model))
+    answer = run("bisect", CHECKPOINTS / "qwen3-4b" / "config.json", prompts, "--device", "cpu")
+    assert (answer.code, answer.out) == (0, "no fusion moves a number too far\n")
+    assert [type(model).__name__ for model in seen] == ["Qwen3ForCausalLM"]
+    assert "building a small qwen3-4b" in answer.err
+    answer = run("bisect", "nowhere/config.json", prompts)
+    assert answer.code == 2 and "there is no config.json at 'nowhere/config.json'" in answer.err
 
 
 @pytest.mark.parametrize(
@@ -152,9 +183,6 @@ def deepseek() -> Any:
 def test_tokens_are_counted_in_words(tokens: int, said: str) -> None:
     moved = bisecting.Moved(relative=0.5, prompt=1, position=2, tokens=tokens, beyond=True)
     assert str(moved).endswith(f", {said}: too far")
-
-
-ADD, DUAL = "add_rms_norm", "mla_dual_rms_norm"
 
 
 def reported(*pairs: tuple[str, str], model: str = "", beside: tuple[str, ...] = ()) -> bisecting.Reported:

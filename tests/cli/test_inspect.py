@@ -14,6 +14,7 @@ from layerfuse.cli import models
 from layerfuse.registry import files
 from layerfuse.registry.inspect import ConfigError, inspect, read_config
 from layerfuse.registry.toml import written
+from layerfuse.testing.models import config_of
 
 NAMES = {"kimi-k2": "kimi-k2-instruct"}
 """Folders that are not called as the declared model."""
@@ -177,3 +178,75 @@ def test_what_a_config_leaves_out_is_transformers_default_where_it_is_installed(
     assert (
         answer.code == 1 and "num_attention_heads is missing" in answer.err and "or install transformers" in answer.err
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "gone", "needed"),
+    [
+        ("gemma-2-2b", ["sliding_window"], {"sliding_window": 4096}),
+        ("mistral-7b-v0.1", ["sliding_window"], {"sliding_window": 4096}),
+        ("granite-3.3-8b", ["attention_multiplier"], {"attention_multiplier": 1.0}),
+        ("mixtral-8x7b", ["num_local_experts"], {"num_local_experts": 8}),
+        ("mixtral-8x7b", ["rope_parameters", "attention_dropout"], {}),
+    ],
+)
+def test_what_a_config_leaves_out_is_named_where_a_spec_follows_from_it(run, tmp_path, name, gone, needed):
+    file = tmp_path / "mine.json"
+    config = config_of(registry.model(name)).to_dict()
+    file.write_text(json.dumps({key: value for key, value in config.items() if key not in gone}))
+    answer = run("plan", str(file), "--json")
+    assert answer.code == 0 and json.loads(answer.out)["defaults"] == needed
+    line = f"has by default for {config['model_type']}: " + ", ".join(
+        f"{key} = {value}" for key, value in needed.items()
+    )
+    assert answer.err.splitlines()[0].endswith(line) if needed else "by default" not in answer.err
+    entry = run("inspect", str(file)).out
+    assert [comment.endswith(line) for comment in entry.splitlines() if "by default" in comment] == [True] * len(needed)
+
+
+def test_a_default_that_is_misspelt_or_does_not_go_with_the_rest_is_said(run, tmp_path):
+    file = tmp_path / "mine.json"
+    config = config_of(registry.model("mistral-7b-v0.1")).to_dict()
+    config["sliding_windows"] = config.pop("sliding_window")
+    file.write_text(json.dumps(config))
+    answer = run("plan", str(file))
+    assert answer.code == 1
+    assert "sliding_window is missing; did you mean sliding_window by sliding_windows = 4096?" in answer.err
+    config = {**published("deepseek-v3"), "n_routed_experts": 4}
+    file.write_text(json.dumps({key: config[key] for key in config if key not in ("num_experts_per_tok", "auto_map")}))
+    answer = run("plan", str(file))
+    assert answer.code == 0 and "which does not go with the rest: experts_per_token: expected at most " in answer.err
+
+
+def test_without_transformers_a_plan_says_that_defaults_are_not_known(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(models, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**published("qwen3-4b"), "num_hidden_layers": 3}))
+    assert (
+        "transformers, whose defaults are taken for what a config leaves out, is not installed" in run("plan", file).err
+    )
+
+
+def test_a_config_of_another_model_type_has_its_own_name_beside_the_layers_of_a_declared_model(run, tmp_path):
+    file = tmp_path / "mistral-7b-v0.3.json"
+    config = {**config_of(registry.model("mistral-7b-v0.1")).to_dict(), "sliding_window": None}
+    file.write_text(json.dumps(config))
+    said = "mistral-7b-v0.3 (adapter decoders, its layers are declared as those of llama-3.1-8b)"
+    assert run("plan", str(file)).out.splitlines()[0] == said
+    said = run("inspect", str(file)).err
+    assert (
+        "its layers are those of llama-3.1-8b, of another model_type: `layerfuse plan " in said
+        and "this is" not in said
+    )
+
+
+@pytest.mark.parametrize(("said", "meant"), [("lama", "'llama'"), ("Mixtral", "'mixtral'"), ("qwen9", ""), ("new", "")])
+def test_a_model_type_that_may_be_misspelt_is_said(run, tmp_path, said, meant):
+    file = tmp_path / "config.json"
+    words = f"nothing is known of a model_type '{said}'; did you mean {meant}?"
+    file.write_text(json.dumps({**PLAIN, "model_type": said, "architectures": []}))
+    assert (words in run("plan", file).err) == bool(meant)
+    assert (f"# {words}" in run("inspect", file).out) == bool(meant)
+    file.write_text(json.dumps({"model_type": said}))
+    assert (words in run("plan", file).err) == bool(meant)

@@ -549,8 +549,9 @@ def beside_broken_ones(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[s
         "    from layerfuse.fusion import ops\n"
         "    from layerfuse import doctor\n"
         "    found = doctor.diagnose()\n"
-        "texts = [str(each.message) for each in said if each.category is RuntimeWarning]\n"
-        "print(json.dumps([texts, {'known': known, 'torch': torch, 'now': list(FUSIONS), 'ops': list(ops.FUNCTIONS), 'doctor': found.to_dict()}]))"
+        "said = [each for each in said if each.category is RuntimeWarning]\n"
+        "texts, files = [str(each.message) for each in said], [each.filename for each in said]\n"
+        "print(json.dumps([texts, {'files': files, 'known': known, 'torch': torch, 'now': list(FUSIONS), 'ops': list(ops.FUNCTIONS), 'doctor': found.to_dict()}]))"
     )
     done = run_python(code, site)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -568,6 +569,7 @@ def test_a_package_that_cannot_be_used_is_named_and_refused_alone(
     assert says in text
     found = answers["doctor"]["findings"][f"fusions of {package} (mine)"]
     assert found == {"state": "broken", "detail": text}
+    assert all(file.endswith(".py") for file in answers["files"]), "and none is <frozen ...>"
 
 
 def test_everything_else_works_beside_packages_that_cannot_be_used(
