@@ -172,6 +172,8 @@ def plan(model: str | None, all_tp: bool, tp: int, rank: int, engine: str | None
       config   which fusions were wanted
       published  how the checkpoint's linears are quantised, where the
                plan is of that: a list of texts
+      alike    the declared model of another model_type that has the
+               layers of a config.json, or null
       defaults  what a config.json leaves out and transformers has by
                default, as far as the plan follows from it
       kinds    a list of {kind, family, count, layers, spec, sites};

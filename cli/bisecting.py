@@ -85,9 +85,7 @@ def answer_bisect(
     if found.others.beyond:
         line = without(os.environ.get(ENVIRONMENT, ""), dict.fromkeys(fusion for _, fusion in found.pairs), found.left)
         how = f"another run with {ENVIRONMENT}={line} finds what else moves numbers"
-        print(
-            f"what is named was found first: {how if line else 'what else moves numbers are other sites of the same'}"
-        )
+        print(f"what is named was found first: {how if found.left else 'other sites of the same move numbers too'}")
     raise SystemExit(1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,30 +106,28 @@ def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspec
     unnamed = None if config.get("_name_or_path") else named or None
     modelopt = read_modelopt(path)
     ask = partial(inspect, registry=registry, name=name, file=str(path), folder=unnamed, modelopt=modelopt)
-    odd = _odd_type(config, registry)
+    odd, found, refusal = _odd_type(config, registry), None, None
     try:
         found = ask(config)
-        whole = _completed(path, config, found, ask)
     except ConfigError as error:
-        misspelt = any(MEANT in problem for problem in error.problems)  # a default would hide it
-        whole = None if misspelt else _completed(path, config, None, ask)
-        if whole is None:
-            more = [] if odd is None else [odd]
-            if find_spec("transformers") is None and any("missing" in problem for problem in error.problems):
-                more.append(DEFAULTS)
-            raise ConfigError(error.file, [*error.problems, *more], error.recognised, error.instead) from None
-        found = whole
-    said = [*filter(None, [odd]), *(() if whole is None else whole.notes[:1])]
-    for note in said:
-        print(f"layerfuse: {path}: {note}", file=sys.stderr)
+        refusal = error
+    misspelt = refusal is not None and any(MEANT in problem for problem in refusal.problems)
+    note, whole = (None, None) if misspelt else _completed(path, config, found, ask)  # a default would hide it
+    said = [*filter(None, [odd, note])]
     found = whole or found
-    return found if odd is None else attrs.evolve(found, notes=(odd, *found.notes))
+    if found is None:
+        assert refusal is not None
+        more = [*said, *([DEFAULTS] if find_spec("transformers") is None and "missing" in str(refusal) else [])]
+        raise ConfigError(refusal.file, [*refusal.problems, *more], refusal.recognised, refusal.instead)
+    for each in said:
+        print(f"layerfuse: {path}: {each}", file=sys.stderr)
+    return attrs.evolve(found, notes=(*said, *found.notes))
 
 
 def _completed(
     path: Path, config: Mapping[str, Any], found: Inspection | None, ask: Callable[[Mapping[str, Any]], Inspection]
-) -> Inspection | None:
-    """What a config says with transformers' defaults for what it leaves out, where that is something else: the first note says so.
+) -> tuple[str | None, Inspection | None]:
+    """What there is to say of what a config leaves out, and what it says with transformers' defaults, where that is something else.
 
     Args:
         path: of the file.
@@ -140,43 +138,47 @@ def _completed(
     Raises:
         ConfigError: a key that is left out may be there, misspelt.
     """
-    from ..bisecting import smallest
-    from ..registry.hf_config import MEANT, text_part
+    from ..registry.hf_config import MEANT, UNTOLD
     from ..registry.inspect import ConfigError
     from ..testing.models import defaults_of, with_keys
 
+    if find_spec("transformers") is None:
+        said = "transformers, whose defaults are taken for what a config leaves out, is not installed"
+        return said if found else None, None
     defaults = defaults_of(config)
     if defaults is None:
-        return None
+        return None, None
+    if defaults.refused is not None:
+        return f"what it leaves out was not looked for, as transformers does not take it: {defaults.refused}", None
 
-    def with_defaults(keys: Iterable[str]) -> Inspection:
-        return ask(with_keys(config, {key: defaults.values[key] for key in keys}))
-
-    try:
-        whole = with_defaults(defaults.values)
-    except ConfigError as error:
-        note = f"it leaves out what {defaults.whose}, which does not go with the rest: {'; '.join(error.problems)}"
-        return None if found is None else attrs.evolve(found, notes=(note, *found.notes))
-    if found is not None and whole.entry == found.entry:
-        return None
-
-    def is_enough(keys: Iterable[str]) -> bool:
+    def with_defaults(values: Mapping[str, Any]) -> Inspection | ConfigError:
         try:
-            return with_defaults(keys).entry == whole.entry
-        except ConfigError:
-            return False
+            return ask(with_keys(config, values))
+        except ConfigError as error:
+            return error
 
-    needed = {key: defaults.values[key] for key in smallest([*defaults.values], is_enough)}
-    values, _ = text_part(config)
+    whole, needed = with_defaults(defaults.values), dict(defaults.values)
+    if isinstance(whole, ConfigError):
+        if any(UNTOLD in problem for problem in whole.problems):
+            raise whole  # the model has what no spec describes, whether its config says so or not
+        does_not_go = "; ".join(whole.problems)
+        return f"it leaves out what {defaults.whose}, which does not go with the rest: {does_not_go}", None
+    if found is not None and whole.entry == found.entry:
+        return None, None
+    for key in defaults.values:
+        fewer = {each: value for each, value in needed.items() if each != key}
+        less = with_defaults(fewer)
+        if not isinstance(less, ConfigError) and less.entry == whole.entry:
+            needed = fewer
     problems = [
-        f"{key} is missing; {MEANT} {key} by {near} = {shown(values[near])}?"
-        for key, near in defaults.meant.items()
-        if key in needed
+        f"{key} is missing; {MEANT} {key} by {near} = {shown(defaults.unknown[near])}?"
+        for key in needed
+        if (near := defaults.meant(key)) is not None
     ]
     if problems:
         raise ConfigError(str(path), problems, whole.recognised)
-    said = ", ".join(f"{key} = {shown(value, 30)}" for key, value in needed.items())
-    return attrs.evolve(whole, notes=(f"it leaves out what {defaults.whose}: {said}", *whole.notes), defaults=needed)
+    values = ", ".join(f"{key} = {shown(value, 30)}" for key, value in needed.items())
+    return f"it leaves out what {defaults.whose}: {values}", attrs.evolve(whole, defaults=needed)
 
 
 def _odd_type(config: Mapping[str, Any], registry: Registry) -> str | None:
@@ -188,15 +190,15 @@ def _odd_type(config: Mapping[str, Any], registry: Registry) -> str | None:
 
     said = text_part(config)[0].get("model_type")
     known = {entry.model_type for entry in registry.models().values() if entry.model_type} | {*HYBRIDS}
-    if not isinstance(said, str) or said in known or "auto_map" in config:
+    if not isinstance(said, str) or said in known or config.get("auto_map"):
         return None
     from ..testing.general import known_types
 
     known |= known_types()
     near = [
         each
-        for each in difflib.get_close_matches(cut(said.lower()), sorted(known), n=3, cutoff=0.8)
-        if _words(each) != _words(said)
+        for each in difflib.get_close_matches(cut(said.lower()), sorted(known), n=3, cutoff=0.85)
+        if each == said.lower() or _words(each) != _words(said.lower())
     ]
     if said in known or not near:
         return None
@@ -259,21 +261,16 @@ def found_model(name: str, files: Sequence[Path] = ()) -> FoundModel:
     says = os.path.join(os.path.dirname(config), MODELOPT) if beside else config
     for note in found.lost:
         print(f"layerfuse: {config}: {note}", file=sys.stderr)
-    entry, alike = found.entry, None
-    if found.same_as:
-        declared = registry.model(found.same_as[0])
-        if found.is_of_type(declared):
-            # How this copy of it is quantised, its own config says.
-            entry = attrs.evolve(declared, quant=found.entry.quant)
-        else:
-            alike = declared.name
+    entry, declared = found.entry, registry.model(found.same_as[0]) if found.same_as else None
+    if declared is not None and found.is_of_type(declared):
+        # How this copy of it is quantised, its own config says.
+        entry, declared = attrs.evolve(declared, quant=found.entry.quant), None
     else:
         undeclared = any(note.startswith(NOT_DECLARED) for note in found.notes)
         more = f"; {NOT_DECLARED}, and how an engine runs it is not known" if undeclared else ""
-        if find_spec("transformers") is None:
-            more += "; transformers, whose defaults are taken for what a config leaves out, is not installed"
         said = (
             f"layerfuse: {config} was read alone; `layerfuse inspect` holds what it says to the model's own code{more}"
         )
         print(said, file=sys.stderr)
+    alike = None if declared is None else declared.name
     return FoundModel(entry=entry, read=says, unread=found.unread is not None, alike=alike, inspection=found)

@@ -45,7 +45,7 @@ ENGINE_TARGET = "sm90"
 """Of those where torch can use no GPU: H100s and H200s run most of them."""
 
 LARGEST_TP_LISTED = 64
-_SHOWN = ("fusions", "off", "rows", "paths", "read", "alike", "asked_quant", "planned_for")
+_SHOWN = ("fusions", "off", "rows", "paths", "read", "asked_quant", "planned_for")
 _WORDS = {"expected": "yes", "fallback": "fallback", "off": "off", "refused": "no", "not_applicable": "not applicable"}
 _STYLES = {"expected": "green", "fallback": "cyan", "off": "yellow", "refused": "red", "not_applicable": "dim"}
 

@@ -94,6 +94,8 @@ READ = {
 }
 """Keys of sizes and kinds of layers, which are right as they are."""
 
+UNTOLD = "no spec describes"
+"""In what is said of a model that has more than specs say."""
 MEANT = "did you mean"
 """How a refusal begins to say that a key is misspelt."""
 

@@ -225,7 +225,7 @@ def gqa_of(
         note = (
             f"{NO_HEAD_DIM}; it is hidden_size / num_attention_heads = {head_dim}, as in Llama: derived, to be checked"
         )
-        if heads and hidden_size % heads:
+        if heads and hidden_size % heads and "hidden_size" in config.values:
             config.problems.append(
                 f"head_dim is missing, and num_attention_heads = {heads} does not divide hidden_size = {hidden_size}"
             )

@@ -64,11 +64,21 @@ _EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediat
 """What configs call the same thing, the likelier first."""
 
 
-def experts_of(config: HFConfig, total: int, sibling: ModelEntry, mlps: Mapping[str, MLPKind]) -> ExpertsKind | None:
+def experts_of(
+    config: HFConfig, total: int, sibling: ModelEntry | None, mlps: Mapping[str, MLPKind]
+) -> ExpertsKind | None:
     """The routed experts beside these MLPs; None, and a note, where the config does not say enough.
 
     Where only some layers have some and the declared model has no dense MLP, those are not declared.
     """
+    if sibling is None:
+        said = next((f"{key} = {shown(config.values[key])}" for key in _EXPERTS if config.values.get(key)), None)
+        if said is not None:
+            config.notes.append(
+                f"the routed experts{LEFT_OUT}no declared model of this architecture tells which layers have some and how wide they are; "
+                f"it says {said}: declare them under experts"
+            )
+        return None
     if sibling.experts is None:
         return None
     asked = HFConfig(config.values)

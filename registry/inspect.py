@@ -20,7 +20,7 @@ from attrs import field, frozen
 from ..adapters.arguments import expect
 from ..adapters.errors import LayerfuseError, cut, shown
 from .catalog import ModelEntry
-from .hf_config import HFConfig, text_part
+from .hf_config import MEANT, HFConfig, text_part
 from .hf_heads import SINKS
 from .hf_hybrids import HYBRIDS, READ_HERE, Hybrid, hybrid_layers, layers_in
 from .hf_layers import NO_HEAD_DIM, layers_of
@@ -231,7 +231,7 @@ def inspect(
         recognised.append(f"the entry is called {cut(own)}, since {cut(wanted)} is a name of {taken[wanted]}")
     hub_name = _hub_name(config)
     mlps = {} if sibling is None else mlps_of(hf, total, sibling)
-    experts = None if sibling is None else experts_of(hf, total, sibling, mlps)
+    experts = experts_of(hf, total, sibling, mlps)
     entry = ModelEntry(
         name=own,
         adapter=adapter,
@@ -260,7 +260,13 @@ def inspect(
     if said is None and modelopt is not None:
         said, where, source = {"quant_method": "modelopt", **modelopt}, MODELOPT, f"{MODELOPT} beside {file}"
     elif said is None:
-        said = values.get("quantization_config")
+        said, older = values.get("quantization_config"), config.get("compression_config")
+        if said is None and older is not None:  # compressed-tensors' first checkpoints
+            said, where, source = older, "compression_config", f"{file}, compression_config"
+        elif said is None and (odd := _close_table(config, "quantization_config")) is not None:
+            raise ConfigError(
+                file, [f"quantization_config is missing; {MEANT} quantization_config by {odd}?"], recognised
+            )
     try:
         held = list(held_by(mlps, values))
         quant, unread = quant_of(said, held, kinds, source, where)
@@ -287,6 +293,14 @@ def inspect(
         unread=unread,
         notes=(*hf.notes, *_unsaid(hf, entry, sibling, hybrid, classes)),
     )
+
+
+def _close_table(config: Mapping[str, Any], key: str) -> str | None:
+    """The key of a table that is close to one that is not there."""
+    import difflib  # only ever needed for a message
+
+    tables = [name for name, value in config.items() if isinstance(value, Mapping)]
+    return next(iter(difflib.get_close_matches(key, tables, n=1, cutoff=0.85)), None)
 
 
 CORRECT = ": correct it in the config, or take it out"

@@ -187,6 +187,8 @@ def _quark(said: Mapping[str, Any]) -> Words:
 def _compressed_tensors(said: Mapping[str, Any]) -> Words:
     """compressed_tensors/quantization/quant_config.py, `QuantizationConfig`: one group, of all linears."""
     groups = list((said.get("config_groups") or {}).values())
+    if not groups:
+        raise UnreadError("config_groups has no group")
     if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
         raise UnreadError("it has several groups of linears, or one that is not of all")
     weights, reads = groups[0].get("weights"), groups[0].get("input_activations")

@@ -103,7 +103,7 @@ def ask_code(found: Inspection, registry: Registry) -> Inspection:
         found: what a config says.
         registry: whose layer classes are known.
     """
-    if found.same_as:
+    if found.same_as and found.is_of_type(registry.model(found.same_as[0])):
         return found  # declared, and held to the contract
     try:
         model = published_model(found.entry, found.config)

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
 from ..adapters.arguments import check_counts, expect
-from ..adapters.errors import FOREIGN, ArgumentError, ArgumentValueError, LayerfuseError, said, shown
-from ..registry.catalog import ModelEntry
+from ..adapters.errors import FOREIGN, ArgumentError, ArgumentValueError, LayerfuseError, cut, said, shown
+from ..registry.catalog import MOST_LAYERS, ModelEntry
 from ..registry.hf_config import text_part
 from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLAKind, MLPKind
 from ..registry.mixer_kinds import Mamba2Kind, MLPBlockKind
@@ -118,10 +118,19 @@ class Defaults:
 
     whose: str
     "Which transformers, and of which model_type."
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = field(factory=dict)
     "By key, each that is not None."
-    meant: Mapping[str, str]
-    "Those of the keys for which another one of the config, which transformers does not know, may be meant -> that one."
+    unknown: Mapping[str, Any] = field(factory=dict)
+    "What the config says by keys that transformers does not know."
+    refused: str | None = None
+    "Why it does not take the config; None where it does."
+
+    def meant(self, key: str) -> str | None:
+        """The unknown key that may be meant by one that is left out: close to it, with a value of its type."""
+        import difflib
+
+        alike = [each for each, value in self.unknown.items() if type(value) is type(self.values[key])]
+        return next(iter(difflib.get_close_matches(key, alike, n=1, cutoff=0.72)), None)
 
 
 def defaults_of(config: Mapping[str, Any]) -> Defaults | None:
@@ -130,31 +139,39 @@ def defaults_of(config: Mapping[str, Any]) -> Defaults | None:
     None where it does not say which of its architecture's models it is, where its checkpoint brings a class of its own, or transformers has none.
     """
     values, _ = text_part(config)
-    if {"hidden_size", "num_hidden_layers"} - values.keys() or "auto_map" in config:
+    layers = values.get("num_hidden_layers")
+    # transformers makes a list of the layers, before anybody has looked at their number.
+    if "hidden_size" not in values or config.get("auto_map") or not (isinstance(layers, int) and layers <= MOST_LAYERS):
         return None
     try:
-        import difflib
-
         import transformers
 
         kind = own_config(str(values.get("model_type")))
-        made = kind.from_dict(_with_floats(dict(values))).to_dict()
-    except FOREIGN:  # transformers is not there, or does not know it or take it
+        known = kind().to_dict()
+    except FOREIGN:  # transformers is not there, or has no such model, or no default one
         return None
-    added = {key: value for key, value in made.items() if key not in values and value is not None}
-    unknown = [key for key in values if key not in kind().to_dict()]
-    meant = {key: near[0] for key in added if (near := difflib.get_close_matches(key, unknown, n=1, cutoff=0.8))}
     whose = f"transformers {transformers.__version__} has by default for {values['model_type']}"
-    return Defaults(whose=whose, values=added, meant=meant)
+    try:
+        made = kind.from_dict(_with_floats(dict(values))).to_dict()
+    except FOREIGN as error:
+        return Defaults(whose=whose, refused=cut(" ".join(str(error).split()), 200))
+    return Defaults(
+        whose=whose,
+        values={key: value for key, value in made.items() if key not in values and value is not None},
+        unknown={key: value for key, value in values.items() if key not in known},
+    )
 
 
 def with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """A config with more keys in its language model's part."""
     values, part = text_part(config)
+    names, around = part.split(".") if part else [], [config]
+    for name in names[:-1]:
+        around.append(around[-1][name])
     whole: dict[str, Any] = {**keys, **values}
-    for key in reversed(part.split(".") if part else ()):
-        whole = {key: whole}
-    return {**config, **whole} if part else whole
+    for name, outer in zip(reversed(names), reversed(around), strict=False):
+        whole = {**outer, name: whole}
+    return whole
 
 
 def _with_floats(said: Any) -> Any:

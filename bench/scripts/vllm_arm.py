@@ -165,7 +165,10 @@ class Arm(Texts):
         self.left, first = 1900, SamplingParams(temperature=0, max_tokens=1950, ignore_eos=True, detokenize=False)
         self.decoding = self._added(self._given(self.beside, 64, 7), first)
         while self._step() < self.beside:
-            pass
+            if not self.llm.llm_engine.has_unfinished_requests() or self.left < steps:
+                raise RuntimeError(
+                    f"{self.beside} sequences never decoded together: give the engine more bytes for keys and values"
+                )
 
     def _added(self, given: list[Any], sampling: Any) -> list[str]:
         """The names of requests, which no earlier one has."""

@@ -150,13 +150,7 @@ class Engine:
     def variables(self, fusions: tuple[str, ...] | None, work: Path) -> dict[str, str]:
         """Of its environment."""
         cache = str(work / "cache" / self.name)
-        # What DeepGEMM has compiled is every arm's, and the next stage's.
-        compiled = str(work / "cache" / "deep_gemm")
-        return {
-            "VLLM_PLUGINS": "" if fusions is None else "layerfuse",
-            "VLLM_CACHE_ROOT": cache,
-            "DG_JIT_CACHE_DIR": compiled,
-        }
+        return {"VLLM_PLUGINS": "" if fusions is None else "layerfuse", "VLLM_CACHE_ROOT": cache}
 
     def answer(self, until: float) -> Any:
         """The next answer.
@@ -237,7 +231,6 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
         result["started_s"] = round(time.monotonic() - started, 1)
         # What is compiled at a first call is compiled on all cores, in all arms at once.
         if given.beside:
-            result["beside"] = given.beside
             _all_at_once(result, engines, until, "decode_beside", given.beside)
         for number, length in TOGETHER if given.prompts else ():
             _all_at_once(result, engines, until, "prompts", number, length, 2)
@@ -601,6 +594,10 @@ def main(about: str | None = __doc__, engine: type[Engine] = Engine, stages: dic
     if unknown:
         parser.error(f"no stage is called {unknown[0]!r}; known: {', '.join(stages)}")
     asked = [stages[name] for name in given.stages or stages]
+    if given.beside and not (given.prompts and engine.prompts):
+        parser.error("--beside is of steps of prompts in vLLM: give --prompts too")
+    if given.beside and given.beside + max(number for number, _ in TOGETHER) > max(BATCHES):
+        parser.error(f"--beside {given.beside} leaves no room for prompts in an engine of {max(BATCHES)} sequences")
     nowhere = [
         arm for arm in given.arms if not any(arm.removesuffix(AGAIN) in {**stage.ways, **stage.arms} for stage in asked)
     ]
@@ -621,7 +618,8 @@ def main(about: str | None = __doc__, engine: type[Engine] = Engine, stages: dic
         if given.prompts or again in given.arms:
             stage = evolve(stage, ways={**stage.ways, again: stage.ways[engine.first]})
         left = given.limit - (time.monotonic() - BEGAN)
-        if name in results.get(kind, {}) and not given.again:
+        key = f"{name}, beside {given.beside} that decode" if given.beside else name
+        if key in results.get(kind, {}) and not given.again:
             print(f"{name}: done before")
         elif stage.tp > len(gpus) and stage.engine.get("device") != "cpu":
             print(f"{name}: needs {stage.tp} GPUs, and there are {len(gpus)}")
@@ -631,10 +629,10 @@ def main(about: str | None = __doc__, engine: type[Engine] = Engine, stages: dic
             print(f"{name}: begins at {time.monotonic() - BEGAN:.0f} s", flush=True)
             until = min(BEGAN + given.limit, time.monotonic() + 2 * stage.needs + 60)
             measure = starts if given.starts else run
-            results.setdefault(kind, {})[name] = measure(name, stage, logs, work, until, given)
+            results.setdefault(kind, {})[key] = measure(name, stage, logs, work, until, given)
             given.out.write_text(json.dumps(results, indent=1) + "\n")
             if not given.starts:
-                print(table({"stages": {name: results[kind][name]}}, BATCHES), flush=True)
+                print(table({"stages": {key: results[kind][key]}}, BATCHES), flush=True)
     print(f"after {time.monotonic() - BEGAN:.0f} s\n{table(results, BATCHES)}")
 
 

@@ -179,7 +179,8 @@ CODE = (
     _code([*_GLM5_NEXT, *_K3], _LATENTS[:1], "fused_q_kv_rmsnorm", kept=False),
     _code(
         _K3, ("gated_rms_norm",), "fused_kda_decode",
-        " in steps of decodes alone, where a rank has 12, 24, 48 or 96 heads, and its own kernel for the gated norm in others", kept=False,
+        " in steps of decodes alone, on Hopper and Blackwell where a rank has 12, 24, 48 or 96 heads and drafts nothing, and its own kernel for "
+        "the gated norm in others", kept=False, vendor="nvidia",
     ),
     _code(_M3, _STREAM[:1], "FlashInfer's op for the add and the norm (gemma_fused_add_rmsnorm),", kept=False),
     _code(_M3, _ROPED, "fused_minimax_m3_qknorm_rope_kv_insert"),

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 from published import CHECKPOINTS, published
 
@@ -239,6 +240,30 @@ def test_a_config_of_another_model_type_has_its_own_name_beside_the_layers_of_a_
         "its layers are those of llama-3.1-8b, of another model_type: `layerfuse plan " in said
         and "this is" not in said
     )
+
+
+def test_compressed_tensors_first_key_is_read_and_a_misspelt_one_is_asked_about():
+    said = {
+        "quant_method": "compressed-tensors", "format": "int-quantized",
+        "config_groups": {"all": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}},
+    }  # fmt: skip
+    assert ask(PLAIN, compression_config=said).entry.quant == {
+        name: attrs.evolve(kind, source=kind.source.replace("quantization_config", "compression_config"))
+        for name, kind in ask(PLAIN, quantization_config=said).entry.quant.items()
+    }
+    assert "did you mean quantization_config by quantisation_config?" in problems(PLAIN, quantisation_config=said)
+
+
+def test_experts_of_a_mixture_that_is_not_declared_are_said_to_be_left_out():
+    found = ask(PLAIN, model_type="newmoe", architectures=["NewMoeForCausalLM"], num_experts=64)
+    assert found.entry.experts is None
+    assert any("the routed experts are left out" in note and "num_experts = 64" in note for note in found.lost)
+
+
+def test_a_config_that_transformers_does_not_take_is_said_to_be_read_without_its_defaults(run, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**PLAIN, "attention_dropout": "x"}))
+    assert "what it leaves out was not looked for, as transformers does not take it: " in run("plan", file).err
 
 
 @pytest.mark.parametrize(("said", "meant"), [("lama", "'llama'"), ("Mixtral", "'mixtral'"), ("qwen9", ""), ("new", "")])

@@ -121,7 +121,7 @@ def test_the_json_holds_what_its_help_promises(run):
     data = json.loads(run("plan", "kimi-linear-48b-a3b", "--tp", 4, "--rank", 3, "--json").out)
     assert set(data) == {
         *("model", "hf_id", "adapter", "tp", "rank", "engine"),
-        *("target", "config", "published", "defaults", "num_hidden_layers", "notes", "kinds", "engine_does"),
+        *("target", "config", "published", "alike", "defaults", "num_hidden_layers", "notes", "kinds", "engine_does"),
     }
     kinds = ["residual", "kda", "dense", "shared_experts", "mla", "final", "experts"]
     assert [kind["kind"] for kind in data["kinds"]] == kinds
