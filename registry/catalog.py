@@ -199,8 +199,6 @@ class ModelEntry:
             UnknownEngineError: neither a known engine, nor one that the entry has a table for.
             ArgumentError: an argument is of another type.
         """
-        self.check_engine(engine)
-        check_whole(tp=tp)
         refused = self.refusal(tp, engine)
         if refused is not None:
             raise SpecError(f"{self.name} at tensor-parallel size {tp}", [refused])

@@ -90,6 +90,7 @@ def planned(**changes: Any) -> Any:
 CALLS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "spec_for": (registry.spec_for, NONE_OF_THEM),
     "spec_for of": (lambda v: registry.spec_for(MODULE, v), NONE_OF_THEM),
+    "spec_for of, where the class is known": (lambda v: registry.spec_for(layer(), v), NONE_OF_THEM),
     "spec_for parallel": (lambda v: registry.spec_for(MODULE, parallel=v), NONE_OF_THEM),
     "spec_for path": (lambda v: registry.spec_for(MODULE, path=v), but(NO_TEXT, "None")),
     "explain": (registry.explain, NONE_OF_THEM),

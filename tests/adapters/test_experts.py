@@ -270,6 +270,11 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], says: str) -> None:
         attrs.evolve(found, **changes)
 
 
+def test_a_token_may_take_every_expert() -> None:
+    found = experts_in(decoder_of("deepseek_v3"))
+    assert attrs.evolve(found, experts_per_token=found.num_experts).experts_per_token == 8
+
+
 # ---- sites and plans
 
 

@@ -13,8 +13,12 @@ import pytest
 import torch
 from linear_quant_checks import GROUP, PER_TOKEN, STATIC, check
 from standins import layer_class, module, weight
+from torch import nn
 
 from layerfuse.adapters import ActivationQuant
+from layerfuse.adapters.linear_specs import weight_spec
+from layerfuse.adapters.linear_weights import weight_of
+from layerfuse.adapters.linears import linear_of
 
 # ---- vLLM: stand-ins
 
@@ -105,6 +109,38 @@ def test_vllm_fp8(kernel: Any, expected: Any) -> None:
         weight=weight(8, 8),
     )
     check(schemed, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scheme", "block"),
+    [
+        ((-1, -1), "tensor", None),
+        ((-1, 1), "channel", None),
+        ((1, -1), "channel", None),
+        ((1, 32), "mx", (1, 32)),
+        ((128, 128), "block", (128, 128)),
+    ],
+)
+def test_vllm_says_how_the_weights_are_scaled(
+    shape: tuple[int, int], scheme: str, block: tuple[int, int] | None
+) -> None:
+    key = SimpleNamespace(dtype=torch.float8_e4m3fn, scale=SimpleNamespace(group_shape=shape), scale2=None)
+    method = module(f"{_QUANT}.fp8:Fp8LinearMethod", weight_quant_key=key)
+    stored = nn.Parameter(torch.empty(8, 8, dtype=key.dtype, device="meta"), requires_grad=False)
+    linear = module(f"{_V}.layers.linear:ColumnParallelLinear", quant_method=method, weight=stored)
+    assert weight_of(linear) == weight_spec("float8_e4m3fn", scheme, block)
+
+
+def test_a_vllm_linear_that_fails_to_say_what_it_takes_takes_it_as_it_is() -> None:
+    def fails(_: Any) -> bool:
+        raise RuntimeError("not loaded")
+
+    linear = vllm_linear(by_blocks("DeepGemm", quant_fp8=DEEP_GEMM))
+    linear.weight = nn.Parameter(torch.empty(8, 8, dtype=torch.float8_e4m3fn, device="meta"), requires_grad=False)
+    linear._input_quant_key = "of its kernel"
+    assert linear_of("proj", (), linear).takes_quantised
+    type(linear).requires_unquantized_input = property(fails)
+    assert not linear_of("proj", (), linear).takes_quantised
 
 
 def test_vllm_without_a_quantisation_of_activations() -> None:

@@ -72,6 +72,8 @@ def test_the_linears_of_a_layer_with_their_sizes() -> None:
     dtype = str(decoder.self_attn.q_a_proj.weight.dtype).removeprefix("torch.")
     assert {read.weight for read in found.values()} == {attrs.evolve(PLAIN, dtype=dtype)}
     assert {(read.activation, read.takes_quantised) for read in found.values()} == {(None, False)}
+    norm = registry.spec_for(decoder).input_norm
+    assert (norm.quant, norm.unquantised) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def mla_metadata(call: Callable[..., Any]) -> None:
     call(*batch.values(), 16, 1, True, buffers, max_seqlen_qo=1, uni_seqlen_qo=1)
     assert buffers["work_indptr"].unique().numel() == 1, "the buffer of another kind was filled"
     assert buffers["work_info_set"].flatten()[:2].tolist() == [4, 16]
+    call(*batch.values(), 16, 1, True, buffers, kv_granularity=1)
 
 
 def mla_decode(call: Callable[..., Any]) -> None:

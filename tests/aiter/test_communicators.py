@@ -221,3 +221,4 @@ def test_a_case_knows_how_many_ranks_its_group_has():
         case = case_maker(OPS[OP])(*all_reduce_case(OP, group, (5,)))
         assert call_of(case).world_size == 1
         assert "a world size other than 2, 4 and 8" in str(Aiter(op=declared(OP)).refuses(case))
+        assert "0.1.20" in Aiter(op=declared(OP)).settings(case)

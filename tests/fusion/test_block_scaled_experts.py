@@ -239,3 +239,10 @@ def test_more_tiles_than_are_counted_are_launched_in_parts_or_not(monkeypatch: p
             assert launched == several
     finally:
         backends.force(None)
+
+
+def test_kernels_have_tiles_and_warps_in_powers_of_two() -> None:
+    for tokens, inner in ((1, 128), (2, 2048), (3, 256), (16, 2048)):
+        shape = experts.shape_of(tokens, inner)
+        for each in (shape.up_tile, shape.up_warps, shape.down_tile, shape.down_warps):
+            assert each.bit_count() == 1, (tokens, inner, shape)

@@ -14,7 +14,7 @@ from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.chain import FAMILY, Add, AllReduce, Fusion, FusionError, Norm, Quant, SiluMul
 from layerfuse.fusion.declare import Epsilon, Flag, Like, Op, OpError, Rows, Weight, WeightOffset
 from layerfuse.fusion.sites import FINAL, INPUT, LATENTS, ROLES, Role
-from layerfuse.fusion.steps import Source, Step
+from layerfuse.fusion.steps import Pad, Source, Step
 
 X, RESIDUAL, WEIGHT = Rows(name="x"), Rows(name="residual", like="x"), Weight(name="weight", of="x")
 ARGS = (X, RESIDUAL, WEIGHT, Epsilon(), WeightOffset())
@@ -126,6 +126,11 @@ def test_a_role_is_known_once_its_fusion_is_right(role: str, wrong: dict[str, An
     assert role not in ROLES
     made = Fusion(**right, roles=(Role(role, 1, "a better doc"), INPUT))
     assert made.roles == (role, INPUT) and ROLES[role].doc == "a better doc"
+
+
+def test_a_chain_may_end_in_padding() -> None:
+    made = Fusion(name="padded", doc="", level=1, roles=(INPUT,), chain=(Add, Norm, Pad))
+    assert [result.name for result in made.op.results] == ["padded", "residual_out"]
 
 
 def test_a_role_is_the_same_in_other_words_and_another_with_other_norms(role: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from fusion_support import FUSION, HIDDEN, LlamaNorm, TwoProjections, mla_spec, with_modules
 from torch import nn
 from torch._inductor import config as inductor_config
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 from layerfuse.fusion import Target, plan
@@ -73,3 +74,14 @@ def test_only_checks_that_the_trace_answers_are_dropped(asked: dict[str, Any], a
     drop_answered_checks(graph)
     graph.lint()
     assert (len(graph.nodes) == 2) is answered
+
+
+def test_norms_that_nothing_tells_apart_are_each_layers_in_turn() -> None:
+    """In a graph with no module's path and no weight that is known."""
+    model = Layers(2)
+    traced = make_fx(lambda given, x: torch.func.functional_call(model, given, x), tracing_mode="fake")
+    with torch.no_grad():
+        graph = traced(dict(model.named_parameters()), torch.randn(5, HIDDEN)).graph
+    made = Pipeline(plan([(f"layers.{i}", mla_spec(i)) for i in range(2)], Target.named("cpu")))
+    made(graph)
+    assert made.report.of(FUSION).matched == ("layers.0:latents", "layers.1:latents")

@@ -295,6 +295,7 @@ def test_a_program_holds_few_groups_and_all_programs_have_some(depth: int) -> No
             assert plain.groups <= 2 or columns * plain.split >= 128 * plain.tile, "fewer programs leave SMs idle"
             assert scaled.held <= scaled.groups <= 8 and scaled.held * scaled.block <= 1024
             for each in (plain, scaled):
+                assert each.tile.bit_count() == each.block.bit_count() == 1, "Triton's ranges are powers of two"
                 assert each.groups * (each.split - 1) < depth / each.block <= each.groups * each.split
         for quantised in {True, most == 8}:
             shape = linear.shape_of(depth, most, quantised)

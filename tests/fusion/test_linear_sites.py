@@ -93,6 +93,24 @@ def test_declared_layers_have_those_that_engines_make_of_them(model: str, severa
     assert len(sites) == len({site.name for site in sites}) == several
 
 
+def test_declared_linears_have_the_sizes_of_what_engines_merge() -> None:
+    found = [*registry.model("qwen3-8b").specs(tp=2)]
+    sizes = {
+        site.linear.path: (
+            (site.linear.in_features, site.linear.local_in_features),
+            (site.linear.out_features, site.linear.local_out_features),
+        )
+        for site in linear_sites(found, {}, stack_of(found), False)
+        if site.linear is not None
+    }
+    assert sizes == {
+        "qkv_proj": ((4096, 4096), (32 * 128 + 2 * 8 * 128, 16 * 128 + 2 * 4 * 128)),
+        "o_proj": ((32 * 128, 16 * 128), (4096, 4096)),
+        "gate_up_proj": ((4096, 4096), (2 * 12288, 2 * 6144)),
+        "down_proj": ((12288, 6144), (4096, 4096)),
+    }
+
+
 def test_a_loaded_model_has_no_linears_but_those_that_were_read() -> None:
     """As an outside adapter gives its norms: with how they are quantised, and without what reads them."""
     found = [*registry.model("qwen3-8b").specs(published=True)]
@@ -107,6 +125,8 @@ def test_block_fp8_goes_with_quantised_fusions_and_the_rest_by_name(specs: list[
         made = plan(quantised, SM90, config, ENGINE)
         assert {kind for kind, _ in decided(made, BLOCKS).values()} == {"expected"}
     assert {str(each.tokens) for each in made.expected(BLOCKS)} == {"up to 16 tokens"}
+    said = "the product, with the quantisation in front of it unless a chain has done that, is "
+    assert all(reason.startswith(said) for _, reason in decided(made, BLOCKS).values())
     assert set(decided(made, PLAIN).values()) == {
         (
             "not_applicable",

@@ -255,6 +255,17 @@ def test_a_look_alike_is_left_alone_with_its_reason(name: str, by_weight: bool) 
     assert reason in verdict.missed["layers.0:activation"]
 
 
+def test_a_clamp_at_a_number_that_varies_is_no_limit() -> None:
+    def product(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate.clamp(max=gate.shape[0])) * up
+
+    with torch._dynamo.config.patch(specialize_float=True):
+        traced = traced_mlp(GatedMLP(sglang_group, product), torch.randn(5, HIDDEN), dynamic=True)
+    (text,) = traced.after
+    assert traced.report.of(GROUP).matched == ("activation",)
+    assert "aten.clamp_max(" in text and ", inf, torch.float8_e4m3fn, 128," in text
+
+
 @pytest.mark.parametrize("gate", ["gelu", "relu2"])
 def test_another_activation_is_refused_by_the_plan(gate: str) -> None:
     made = fusion.plan([("mlp", mlp(activation=gate))], CPU_FP8, config("group128"))

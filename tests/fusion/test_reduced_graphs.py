@@ -215,11 +215,16 @@ def test_the_op_that_reduces_in_place(waits: str, over: Over) -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "reason"), [("input", "writes the sum over x_1, which is an input"), ("read", "which has other readers")]
+    ("which", "reason"),
+    [
+        ("input", "writes the sum over x_1, which is an input"),
+        ("view of an input", "writes the sum over x_1, which is an input"),
+        ("read", "which has other readers"),
+    ],
 )
 def test_what_is_reduced_in_place_belongs_to_others(which: str, reason: str, over: Over) -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-        part = x if which == "input" else x * 2
+        part = x * 2 if which == "read" else x if which == "input" else x.view(-1, 256)
         before = part.sin() if which == "read" else None
         total = c10d.wait_tensor(c10d.all_reduce_(part, "sum", over.group))
         return norm(residual + total, weight), before

@@ -20,6 +20,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGe
 from layerfuse import fusion
 from layerfuse.adapters.specs import NormSpec
 from layerfuse.fusion import FusedModel, FusionMissedError
+from layerfuse.fusion.held import HeldWeights
 from layerfuse.fusion.rewrite.parameters import PARAMETER, Parameter, mark
 
 pytestmark = pytest.mark.usefixtures("_op_by_op")
@@ -239,3 +240,13 @@ def test_a_part_of_a_tensor_subclass_is_known_as_the_parameter() -> None:
     known = Parameter(names=("down_proj.weight",), position=1, whole=True)
     mark(graph, {1: known})
     assert [node.meta.get(PARAMETER) for node in parts] == [known, known, None, None]
+
+
+def test_a_module_that_is_exchanged_within_a_call_is_found_in_that_call() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    held = HeldWeights(model)
+    held.watch(["0.weight", "1.weight"])
+    held.start()
+    assert held.names_of(model[1].weight) == ("1.weight",)
+    model[1] = nn.Linear(2, 2)
+    assert held.names_of(model[1].weight) == ("1.weight",)

@@ -12,6 +12,7 @@ import torch
 
 from layerfuse import fusion, registry
 from layerfuse.registry import CatalogError, files, schema, spec_json
+from layerfuse.registry.catalog import MOST_LAYERS
 from layerfuse.registry.inspect import ConfigError, inspect
 from layerfuse.registry.toml import written
 from layerfuse.testing.compare import attention_first, differences
@@ -105,6 +106,11 @@ def test_a_config_that_does_not_say_it_is_refused_by_the_key(name: str, changes:
     with pytest.raises(ConfigError) as caught:
         inspect({**said_by(name), **changes}, registry=registry.default)
     assert says in str(caught.value)
+
+
+def test_as_many_layers_as_are_allowed_are_read() -> None:
+    config = {**said_by("Mamba2ForCausalLM"), "num_hidden_layers": MOST_LAYERS}
+    assert inspect(config, registry=registry.default).entry.num_hidden_layers == MOST_LAYERS
 
 
 def test_a_model_that_cannot_be_built_from_the_entry_says_so() -> None:

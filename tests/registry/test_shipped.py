@@ -68,3 +68,11 @@ def test_importing_the_registry_imports_next_to_nothing() -> None:
     assert found == {"layerfuse", "layerfuse._lazy", "layerfuse.registry"}
     others = {name.partition(".")[0] for name in done.stdout.split()} - {"layerfuse"}
     assert others <= {"__future__", "importlib", "warnings"}
+
+
+def test_a_rank_that_is_not_there_has_no_layers() -> None:
+    entry = registry.model("qwen3-4b")
+    assert entry.specs(tp=1, rank=0) == entry.specs()
+    for tp in (1, 2):
+        with pytest.raises(layerfuse.LayerfuseError, match="rank"):
+            entry.specs(tp=tp, rank=tp)

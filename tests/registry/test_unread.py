@@ -306,3 +306,10 @@ def test_what_an_adapter_ignores_is_left_alone_whatever_it_looks_like() -> None:
     asked.register_adapter(Adapter("mine", {}, ignored=["transformers:HeliumDecoderLayer"]))
     assert asked.unknown_in(helium()) == []
     assert len(asked.specs_in(helium())) == 2
+
+
+def test_what_an_adapter_ignores_beside_the_layers_hides_no_norm() -> None:
+    asked = knowing("Attention", "DecoderLayer", "MLP")
+    before = kinds(helium(), asked)
+    asked.register_adapter(Adapter("mine", {}, ignored=["transformers:HeliumRotaryEmbedding"]))
+    assert before and kinds(helium(), asked) == before
