@@ -22,6 +22,7 @@ from layerfuse.adapters import (  # noqa: E402
     ResidualSpec,
     SpecError,
 )
+from layerfuse.adapters.sources import Const  # noqa: E402
 from layerfuse.fusion import Target, plan, sites_of  # noqa: E402
 from layerfuse.fusion.sites import Site  # noqa: E402
 
@@ -217,3 +218,14 @@ def test_ranks_share_the_columns_of_a_plain_mlp() -> None:
         cut(mlp.c_proj, mesh, 1)
         spec = registry.spec_for(mlp)
     assert (spec.intermediate_size, spec.local_intermediate_size, spec.parallel) == (128, 32, Parallel(size=4, rank=1))
+
+
+def test_sglangs_layers_whose_parts_read_one_norm() -> None:
+    layers = registry.adapters()["sglang_decoders"].layers.items()
+    said = {key: facts.parsed.get("parallel_residual") for key, several in layers for facts in several}
+    assert {key.rpartition(":")[2] for key, parsed in said.items() if parsed == (Const(True),)} == {
+        "Cohere2MoeDecoderLayer",
+        "CohereDecoderLayer",
+        "GPTJBlock",
+        "PhiLayer",
+    }

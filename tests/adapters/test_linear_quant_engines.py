@@ -16,6 +16,7 @@ from standins import layer_class, module, weight
 from torch import nn
 
 from layerfuse.adapters import ActivationQuant
+from layerfuse.adapters.linear_quant import kernel_of
 from layerfuse.adapters.linear_specs import weight_spec
 from layerfuse.adapters.linear_weights import weight_of
 from layerfuse.adapters.linears import linear_of
@@ -129,6 +130,12 @@ def test_vllm_says_how_the_weights_are_scaled(
     stored = nn.Parameter(torch.empty(8, 8, dtype=key.dtype, device="meta"), requires_grad=False)
     linear = module(f"{_V}.layers.linear:ColumnParallelLinear", quant_method=method, weight=stored)
     assert weight_of(linear) == weight_spec("float8_e4m3fn", scheme, block)
+
+
+def test_the_kernel_of_a_vllm_linear_is_the_one_that_quantises() -> None:
+    kernel = by_blocks("DeepGemm", quant_fp8=DEEP_GEMM)
+    assert kernel_of(vllm_linear(kernel)) is kernel
+    assert kernel_of(vllm_linear(None)) is None
 
 
 def test_a_vllm_linear_that_fails_to_say_what_it_takes_takes_it_as_it_is() -> None:
