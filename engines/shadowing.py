@@ -87,18 +87,24 @@ def _around_forward(model: nn.Module, compared: Callable[..., Any]) -> Callable[
 def _around_calls(module: nn.Module, compared: Callable[..., Any]) -> Callable[[], None]:
     """Stand around the calls of a module that an engine compiles, whose class has a __call__ of its own. Gives what takes it out."""
     cls: Any = next(each for each in type(module).__mro__ if "__call__" in vars(each))
-    own, which = cls.__call__, ref(module)
+    own, which = cls.__call__, ref(module, lambda _: out())
     vars(module)[COMPARES] = compared  # the class is to hold nothing of the model
 
     @functools.wraps(own)
     def around(self: Any, *args: Any, **kwargs: Any) -> Any:
-        comparing = vars(self).get(COMPARES) if self is which() else None
+        still = which()
+        if still is None:
+            out()  # its module went while another one stood around this
+        comparing = vars(self).get(COMPARES) if self is still else None
         return own(self, *args, **kwargs) if comparing is None else comparing(own, self, *args, **kwargs)
+
+    def out() -> None:
+        if cls.__call__ is around:
+            cls.__call__ = own
 
     def leave() -> None:
         vars(module).pop(COMPARES, None)
-        if cls.__call__ is around:
-            cls.__call__ = own
+        out()
 
     cls.__call__ = around
     return leave

@@ -223,8 +223,13 @@ def _wait_for(module: nn.Module, compiled: CompiledModule) -> None:
 
 
 def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
+    def leave() -> None:
+        if cls.__call__ is first_call and not any(isinstance(other, cls) for other in process.this.waiting):
+            cls.__call__ = own
+
     def first_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self not in process.this.waiting:
+            leave()  # the shadow check stood around the first call, so that it could not
             return own(self, *args, **kwargs)
         from ...fusion.ops.warming import recording
         from ..standing import counted
@@ -239,9 +244,7 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
         try:
             from .keys import in_place_of_options
 
-            last = not any(isinstance(other, cls) for other in process.this.waiting)
-            if last and cls.__call__ is first_call:  # else the shadow check stands around it
-                cls.__call__ = own
+            leave()
             if is_first:
                 _look_again(self, compiled)
                 _find_key(compiled)

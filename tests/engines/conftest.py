@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 from helpers import backend_at_hand
 from reports import Said
 from torch import Tensor
 
-from layerfuse.engines import process
+from layerfuse.engines import process, shadowing
 from layerfuse.engines.vllm import plugin
 from layerfuse.fusion import backends
 from layerfuse.fusion.ops.library import declared
@@ -42,14 +43,25 @@ def environ() -> Iterator[None]:
 if IN_VLLM:
 
     @pytest.fixture(autouse=True)
-    def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """As in a new process: nothing asked for, said, or waited for, and vLLM's hooks in their places."""
+    def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+        """As in a new process: nothing asked for, said, or waited for, vLLM's hooks in their places, and no model compared that is still held."""
+        around_calls, left = shadowing._around_calls, list[Any]()
+
+        def kept(*given: Any) -> Callable[[], None]:
+            leave = around_calls(*given)
+            left.append(ref(leave))  # which holds the module
+            return leave
+
+        monkeypatch.setattr(shadowing, "_around_calls", kept)
         monkeypatch.setattr(process, "this", process.Process())
         monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
         monkeypatch.setenv(
             "TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor")
         )  # vLLM sets it; what it was comes back
         plugin.register()
+        yield
+        for leave in filter(None, (each() for each in reversed(left))):
+            leave()
 
 elif importlib.util.find_spec("sglang"):
     from sglang_fixtures import fresh, kernels  # noqa: F401

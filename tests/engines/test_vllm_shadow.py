@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -68,6 +69,7 @@ def test_a_kernel_that_is_right_is_compared_so_often_and_then_nobody_listens(
         monkeypatch.setattr(backends, "listening", None)
         assert torch.equal(engine(), first)
         assert "forward" not in vars(engine.model) and COMPARES not in vars(engine.model.model)
+        assert type(engine.model.model).__call__.__name__ == "__call__", "vLLM's own again"
     found = compared(tmp_path)
     assert {site for site, name in found if name == ADD} == {f"{prefix}layers.0:post_attention", final}
     assert all(each["calls"] == 2 and each["beyond"] is None for (_, name), each in found.items() if name == ADD)
@@ -276,6 +278,21 @@ def test_two_compiled_modules_of_one_model_hear_their_own_calls(standing: Callab
         }
     assert first.shadow.beyond == () and [each.site for each in second.shadow.beyond] == ["layers.0:final"]
     assert not any(COMPARES in vars(each) for each in (model.first, model.second))
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_class_is_left_when_the_models_that_were_compared_have_gone(first: int) -> None:
+    own, models = Inner.__call__, [Outer(), Outer()]
+    for model in models:
+        shadowing.compare_calls(model, compiled(model, "first"), 2)
+    assert Inner.__call__ is not own
+    del model
+    for place in (first, 0):
+        del models[place]
+        gc.collect()
+    run(Outer())
+    assert Inner.__call__ is own
 
 
 @pytest.mark.usefixtures("_alone")
