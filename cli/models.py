@@ -138,7 +138,7 @@ def _completed(
     Raises:
         ConfigError: a key that is left out may be there, misspelt.
     """
-    from ..registry.hf_config import MEANT, UNTOLD
+    from ..registry.hf_config import MEANT, NOT_DESCRIBED
     from ..registry.inspect import ConfigError
     from ..testing.models import defaults_of, with_keys
 
@@ -159,8 +159,10 @@ def _completed(
 
     whole, needed = with_defaults(defaults.values), dict(defaults.values)
     if isinstance(whole, ConfigError):
-        if any(UNTOLD in problem for problem in whole.problems):
-            raise whole  # the model has what no spec describes, whether its config says so or not
+        if found is None:
+            return None, None  # it is refused for what it says itself
+        if any(key in NOT_DESCRIBED and value for key, value in defaults.values.items()):
+            raise whole  # the model has what no entry could say, whether its config says so or not
         does_not_go = "; ".join(whole.problems)
         return f"it leaves out what {defaults.whose}, which does not go with the rest: {does_not_go}", None
     if found is not None and whole.entry == found.entry:

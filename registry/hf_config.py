@@ -40,7 +40,7 @@ OF_HYBRIDS = (
 )
 """Keys of layers that are no attention."""
 
-_NOT_DESCRIBED: Mapping[str, str] = {
+NOT_DESCRIBED: Mapping[str, str] = {
     **dict.fromkeys(
         OF_HYBRIDS, "layers that are no attention (state-space, convolution), which are not read of this model type"
     ),
@@ -62,6 +62,7 @@ _NOT_DESCRIBED: Mapping[str, str] = {
     "cross_attention_layers": "cross-attention layers, which no spec describes",
     "is_encoder_decoder": "an encoder and a decoder; specs are of decoder-only models",
 }
+"""Key of what no entry could say -> why."""
 
 _OTHER_STREAMS = re.compile(r"^m?hc_|hyper_?connection|residual_stream|residual_gate|^altup_|^laurel_|^n(um)?_streams$")
 """Keys of hyper-connections (DeepSeek-V4, GLM-5-Next, HY-V4, Qwen4), of AltUp and LAuReL (Gemma-3n) and of gated adds (Muse Spark)."""
@@ -94,8 +95,6 @@ READ = {
 }
 """Keys of sizes and kinds of layers, which are right as they are."""
 
-UNTOLD = "no spec describes"
-"""In what is said of a model that has more than specs say."""
 MEANT = "did you mean"
 """How a refusal begins to say that a key is misspelt."""
 
@@ -208,7 +207,7 @@ class HFConfig:
 
     def refuse_what_is_not_described(self, read: Collection[str] = ()) -> None:
         """Note a problem for each thing that no entry could say, but for the keys that are `read`."""
-        for key, why in _NOT_DESCRIBED.items():
+        for key, why in NOT_DESCRIBED.items():
             if self.values.get(key) and key not in read:
                 self.problems.append(f"{key} = {shown(self.values[key])}: {why}")
         beside = self.said_by(_SIDE_BY_SIDE)

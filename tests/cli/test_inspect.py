@@ -260,6 +260,14 @@ def test_experts_of_a_mixture_that_is_not_declared_are_said_to_be_left_out():
     assert any("the routed experts are left out" in note and "num_experts = 64" in note for note in found.lost)
 
 
+def test_a_default_that_no_entry_could_say_refuses_the_config(run, tmp_path):
+    file = tmp_path / "config.json"
+    said = {key: value for key, value in PLAIN.items() if key != "layer_types"}
+    file.write_text(json.dumps({**said, "model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}))
+    answer = run("plan", file)
+    assert answer.code == 1 and "attention_chunk_size = 8192: attention in chunks" in answer.err
+
+
 def test_a_config_that_transformers_does_not_take_is_said_to_be_read_without_its_defaults(run, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**PLAIN, "attention_dropout": "x"}))

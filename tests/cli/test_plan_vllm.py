@@ -152,3 +152,11 @@ def test_a_measurement_of_several_fusions_is_one_footnote(run):
     measured = [note for note in notes if "silu_mul_group_quant together" in note]
     assert measured and all(re.match(r"\d+ sites: measured ", note) for note in measured)
     assert len(measured) == len(set(measured)) <= 2  # of this model, and of its other kind of layers
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "said"),
+    [("kimi-k3", "sm90", True), ("kimi-k3", "gfx950", False), ("kimi-linear-48b-a3b", "sm90", False)],
+)
+def test_what_k3s_own_code_does_of_its_delta_nets_is_said_of_it_alone(run, model, target, said):
+    assert ("fused_kda_decode" in run("plan", model, "--engine", "vllm", "--target", target, "-v").out) == said

@@ -286,6 +286,16 @@ def test_torch_is_told_the_truth(op: str) -> None:
     torch.library.opcheck(getattr(torch.ops.layerfuse, op).default, named, test_utils=kinds)
 
 
+def test_up_to_8_tokens_take_more_of_the_depth_where_so_many_programs_are_left() -> None:
+    taken = {
+        (columns, depth): shape.groups * shape.block
+        for columns, depth in ((2112, 7168), (7168, 2048), (2560, 4096), (4608, 7168), (7168, 2304))
+        for shape in [linear.plain_shape_of(columns, depth, 8)]
+    }
+    assert {size for size, each in taken.items() if each == 1024} == {(2112, 7168), (7168, 2048)}
+    assert {*taken.values()} == {512, 1024}
+
+
 @pytest.mark.parametrize("depth", [16, 256, 1536, 2048, 7168, 9728, 65536])
 def test_a_program_holds_few_groups_and_all_programs_have_some(depth: int) -> None:
     for most in (8, 16):
