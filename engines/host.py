@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,10 @@ class Host:
 
     captures: Callable[[], bool] | None = None
     """Whether it captures CUDA graphs now, the runs before included: once it has, what stands at modules stands there meanwhile, and steps whose
-    ops the host launches one by one are the engine's own. None: all steps are fused."""
+    ops the host launches one by one are the engine's own. None: `tokens` say which steps these are."""
+    tokens: Callable[[Any, Sequence[Any], Mapping[str, Any]], int | None] | None = None
+    """Of a call of a model, or of a module in it, with these arguments: the tokens of the step, or None where they do not say. None: all steps are
+    fused where `captures` is None too."""
     kernels: frozenset[str] = frozenset()
     "Packages of kernels that its code calls, and that are no part of it. What stands in the place of theirs is not looked into."
     fp8_dtype: Callable[[], Any]

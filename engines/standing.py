@@ -49,7 +49,7 @@ Called: TypeAlias = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...
 NOT_CALLED = "{engine} did not call its {what} in the first run"
 NOT_TAKEN = "no linear behind it asked for what the op had quantised in the first run"
 
-AWAY = "layerfuse: the fused ops are in CUDA graphs; steps whose ops are launched one by one, as those of prompts, are %s's own from now on"
+AWAY = "layerfuse: the fused ops are in CUDA graphs; steps whose ops are launched one by one, as those of long prompts, are %s's own from now on"
 """What is said where an engine captures CUDA graphs."""
 
 OTHER = "another forward was put where the fused op stands, from %s"
@@ -88,6 +88,8 @@ class Standing(Placement):
     "Site of a fused all-reduce, which all ranks have to take -> what puts the op in."
     captured: bool = False
     "Whether the engine has captured CUDA graphs."
+    apart: range = range(0)
+    "Tokens of steps whose ops the host launches one by one; of no account where the engine says itself when it captures CUDA graphs."
     away: bool = False
     "Whether nothing stands at the engine's modules in this step."
     number: int = field(factory=count().__next__)
@@ -251,7 +253,7 @@ class Standing(Placement):
         if self.inside or any(each.put for each in placements):
             self._hold()
             for module in {id(each): each for each in (self.model, self._around())}.values():
-                module.register_forward_pre_hook(lambda *_: self._begin())
+                module.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def _around(self) -> nn.Module:
         """The innermost module that is around all of them and has a forward: SGLang calls the model's forward past its hooks, vLLM what is inside."""
@@ -263,14 +265,11 @@ class Standing(Placement):
         outer = (self.model.get_submodule(path) for path in paths if all(is_around(path, each) for each in every))
         return next((each for each in outer if not isinstance(each, nn.ModuleList | nn.ModuleDict)), self.model)
 
-    def _begin(self) -> None:
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step begins: look what is there, and stand there or not."""
         if torch.compiler.is_compiling():
             return
-        captures = here().captures
-        capturing = captures is None or captures()
-        self.captured |= capturing
-        away = self.captured and not capturing
+        away = self._is_launched_by_the_host(module, args, kwargs)
         if away and self.away:  # nothing of ours stands there
             return
         Step.begin()
@@ -289,6 +288,16 @@ class Standing(Placement):
             for each in put:
                 each.put_back()
         self._hold()
+
+    def _is_launched_by_the_host(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the ops of this step are, one by one: where the GPU has less to do, one of ours costs more than it saves."""
+        captures, tokens = here().captures, here().tokens
+        if captures is not None:
+            capturing = captures()
+            self.captured |= capturing
+            return self.captured and not capturing
+        several = tokens(module, args, kwargs) if tokens is not None and self.apart else 0
+        return self.away if several is None else several in self.apart
 
     def _hold(self) -> None:
         """Take note of where the model holds those modules and the ones around them, and of their forwards."""
@@ -503,6 +512,7 @@ def at_first_call(
     seams: Sequence[Seam],
     before: Callable[[CompiledModule], None],
     done: Callable[[CompiledModule], None],
+    apart: range = range(0),
 ) -> None:
     """Put the planned ops into a model, and report after its first call: the engine's profiling run if it makes one, else the first step.
 
@@ -512,8 +522,9 @@ def at_first_call(
         seams: the engine's.
         before: called with `compiled` before that call; it may plan anew.
         done: called with `compiled` when the record of that call is in it.
+        apart: as `Standing.apart`.
     """
-    standing = compiled.placements["modules"] = Standing(compiled=compiled, model=model, seams=seams)
+    standing = compiled.placements["modules"] = Standing(compiled=compiled, model=model, seams=seams, apart=apart)
     standing.put_in()
     own, before_us, reported, over = model.forward, {**vars(model)}, False, False
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
     from ..compiled_module import CompiledModule
 
 REPORT = "layerfuse-report.json"
+POSITIONS = "positions"
+"""What all of vLLM's models call an argument."""
 
 
 def _ranks() -> tuple[int, int, Any]:
@@ -54,6 +59,21 @@ def _fp8_dtype() -> Any:
     return current_platform.fp8_dtype()
 
 
+def _tokens(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """All of vLLM's models take positions: one for each token, in several rows where it has several."""
+    place = _place_of_positions(type(module).forward)
+    positions = kwargs.get(POSITIONS, args[place] if place is not None and place < len(args) else None)
+    shape = getattr(positions, "shape", None)
+    return int(shape[-1]) if shape else None
+
+
+@cache
+def _place_of_positions(forward: Any) -> int | None:
+    """Among the arguments behind `self`."""
+    taken = [*inspect.signature(forward).parameters][1:]
+    return taken.index(POSITIONS) if POSITIONS in taken else None
+
+
 VLLM = Host(
     name="vLLM",
     package="vllm",
@@ -62,4 +82,5 @@ VLLM = Host(
     group=_group,
     report_file=_report_file,
     fp8_dtype=_fp8_dtype,
+    tokens=_tokens,
 )

@@ -7,6 +7,7 @@ of tokens for themselves (`compile_ranges_endpoints`), and layerfuse's pass leav
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,14 +21,26 @@ def tokens_of(config: Any, up_to: int | None) -> range:
         config: vLLM's.
         up_to: the most of them; None: all.
     """
+    endpoints = getattr(config.compilation_config, "compile_ranges_endpoints", None)
+    if not endpoints:
+        return range(0)
+    most = max(endpoints)
+    return _beyond(config, most if up_to is None else min(up_to, most))
+
+
+def tokens_uncompiled(config: Any, up_to: int | None) -> range:
+    """The same of a model that vLLM does not compile: it calls its own modules there."""
+    return _beyond(config, sys.maxsize - 1 if up_to is None else up_to)
+
+
+def _beyond(config: Any, most: int) -> range:
     compilation = config.compilation_config
-    endpoints, captured = getattr(compilation, "compile_ranges_endpoints", None), compilation.max_cudagraph_capture_size
-    if not endpoints or not captured:
+    captured = compilation.max_cudagraph_capture_size
+    if not captured:
         return range(0)
     if compilation.cudagraph_mode.name == "FULL_DECODE_ONLY":  # mixed steps are in none, whatever their size
         captured = min(captured, config.scheduler_config.max_num_seqs * (1 + config.num_speculative_tokens))
-    most = max(endpoints)
-    return range(captured + 1, (most if up_to is None else min(up_to, most)) + 1)
+    return range(captured + 1, most + 1)
 
 
 def set_apart(compilation: Any, tokens: range) -> None:

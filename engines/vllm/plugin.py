@@ -157,9 +157,11 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 _wait_for(module, compiled)
             else:
                 from ..standing import at_first_call
+                from .host_bound import tokens_uncompiled
                 from .seams import SEAMS
 
-                at_first_call(module, compiled, SEAMS, partial(_look_again, module), finish)
+                apart = tokens_uncompiled(config, options.host_bound)
+                at_first_call(module, compiled, SEAMS, partial(_look_again, module), finish, apart)
             if options.compared:
                 from ..shadowing import compare_calls
 

@@ -17,6 +17,7 @@ pytest.importorskip("vllm_started")
 import vllm
 from helpers import shown
 from reports import FIRST, Said, missed, told
+from test_vllm_host_bound import calls_of
 from test_vllm_plugin import ADD, DUAL, runs_on
 from torch import Tensor
 from vllm.model_executor import custom_op
@@ -28,9 +29,11 @@ from vllm_started import KDA, ONE_LAYER, ROUNDING, apart, as_near, engine_config
 from layerfuse.engines import process
 from layerfuse.engines.hooks import check_source
 from layerfuse.engines.vllm import seams
+from layerfuse.engines.vllm.host import VLLM
 from layerfuse.engines.vllm.releases import RELEASES
 from layerfuse.engines.vllm.seams import SEAMS
 from layerfuse.fusion import FusionMissedError
+from layerfuse.fusion.backends import counting
 
 GATED = "gated_rms_norm"
 REDUCED = "all_reduce_add_rms_norm"
@@ -82,6 +85,44 @@ def test_every_site_of_a_model_that_is_not_compiled_is_fused_called_and_gives_vl
     ((model, module),) = json.loads(path.read_text())["modules"].items()
     assert model == type(engine.model).__name__
     assert sum(row["outcome"] == "fused" for row in module["sites"]) == sum(fused.values())
+
+
+@pytest.mark.parametrize(("up_to", "own"), [(None, {33, 12}), (0, set()), (20, {12})])
+def test_a_step_of_more_tokens_than_vllm_captures_is_vllms_own_and_costs_the_host_no_more(
+    up_to: int | None, own: set[int], tmp_path: Path, said: Said
+) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse=False, mode="NONE", captured=8) as engine:
+        plain, calls = {}, {}
+        for tokens in (33, 12):
+            plain[tokens] = engine(tokens)
+            calls[tokens] = min(calls_of(engine, tokens) for _ in range(3))
+    options = {**STRICT, **({} if up_to is None else {"host_bound": up_to})}
+    with started("deepseek-v3", tmp_path, layerfuse=options, mode="NONE", captured=8) as engine:
+        engine(33)  # the first run is looked at, whatever its size
+        for tokens in (33, 8, 12, 12, 1, 33):
+            with counting() as counted:
+                found = engine(tokens)
+            assert counted == ({} if tokens in own else {ADD: 6}), tokens
+            if tokens in own:
+                assert torch.equal(found, plain[tokens])
+        for tokens in own:
+            # The model's hook and that of the module around its layers each ask how many tokens there are.
+            assert min(calls_of(engine, tokens) for _ in range(3)) <= calls[tokens] + 60
+    assert sum("are vLLM's own from now on" in line for line in said()) == bool(own)
+
+
+def test_a_call_that_says_no_positions_changes_nothing() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, positions: Tensor, hidden_states: Tensor) -> None: ...
+
+    class Head(torch.nn.Module):
+        def forward(self, hidden_states: Tensor) -> None: ...
+
+    of, three = VLLM.tokens, torch.zeros(3, 7)
+    assert of is not None
+    assert of(Layer(), (torch.zeros(5), torch.zeros(5, 64)), {}) == 5
+    assert of(Layer(), (), {"hidden_states": torch.zeros(5, 64), "positions": three}) == 7
+    assert of(Head(), (torch.zeros(5, 64),), {}) is None
 
 
 def test_in_bfloat16_the_numbers_are_as_near_to_float32_as_vllms(tmp_path: Path) -> None:

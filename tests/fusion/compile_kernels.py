@@ -94,7 +94,7 @@ class Compiler:
         )
         text = result.asm["amdgcn"] if "amdgcn" in result.asm else result.asm["ptx"]
         self.built = {
-            "op": key[0], "kernel": kernel.__name__, "rows": rows, "warps": warps,
+            "op": key[0], "kernel": kernel.__name__, "rows": rows, "warps": warps, "programs": sides,
             "binary": len(result.asm["hsaco"] if "hsaco" in result.asm else result.asm["cubin"]),
             "wide_loads": len(re.findall(_WIDE, text)),
             "loads_one_by_one": len(re.findall(_ONE_BY_ONE, text)),

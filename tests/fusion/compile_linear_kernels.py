@@ -24,7 +24,9 @@ from layerfuse.fusion.ops.linear import scales_shape
 TARGETS["sm89"] = GPUTarget("cuda", 89, 32), torch.float8_e4m3fn
 """The smallest shared memory that fp8 is multiplied with. Its products are other instructions than Hopper's, with other copies in front."""
 
-SHAPES = ((2112, 7168), (3072, 1536), (7168, 2304), (272, 18432), (256, 65536))
+ALONE = 3072, 1536
+"""A shape of which a program takes all of the depth: the most that one holds in shared memory."""
+SHAPES = ((2112, 7168), (7168, 2304), ALONE, (272, 18432), (256, 65536))
 FORMS = ("quantises", "quantised", "channels", "plain")
 """Whether activations come in bfloat16 to be quantised, in fp8 with scales of groups or of tokens, or are multiplied as they are."""
 
@@ -103,7 +105,7 @@ if __name__ == "__main__":
         each
         for place, shape in enumerate(SHAPES)
         for number, target in enumerate(TARGETS)
-        if everything or place % len(TARGETS) == number
+        if everything or place % len(TARGETS) == number or (target, shape) == ("sm89", ALONE)
         for each in built(target, *shape, early=target == "sm90")
     ]
     found += [

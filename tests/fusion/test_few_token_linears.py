@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any, NamedTuple
 from unittest import mock
@@ -307,10 +308,12 @@ def test_a_program_holds_few_groups_and_all_programs_have_some(depth: int) -> No
             for each in (plain, scaled):
                 assert each.tile.bit_count() == each.block.bit_count() == 1, "Triton's ranges are powers of two"
                 assert each.groups * (each.split - 1) < depth / each.block <= each.groups * each.split
-        for quantised in {True, most == 8}:
-            shape = linear.shape_of(depth, most, quantised)
+        for quantised, columns in itertools.product({True, most == 8}, (16, 3072, 8448, 8464, 65536)):
+            shape = linear.shape_of(columns, depth, most, quantised)
             assert shape.tile >= 16 * shape.warps
-            assert shape.groups <= 8 and shape.groups * (shape.split - 1) < depth / 128 <= shape.groups * shape.split
+            # One that holds more is alone on its SM, and there is one for each.
+            assert shape.groups <= 8 or (shape.split == 1 and shape.groups <= 12 and columns <= shape.tile * 132)
+            assert shape.groups * (shape.split - 1) < depth / 128 <= shape.groups * shape.split
 
 
 # ---- sizes, numbers of tokens and strides that a seed draws

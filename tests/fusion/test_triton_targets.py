@@ -75,9 +75,11 @@ def test_linears_become_machine_code_that_fits_everywhere() -> None:
     assert all(
         each["binary"] > 1000 and each["spills"] == 0 and bool(each["overlap"]) == each["early"] for each in built
     )
-    # Two programs on an SM of Hopper's, one elsewhere.
+    # Two programs on an SM of Hopper's, or one where no SM has two of them; one elsewhere.
     most = {"sm89": 99, "sm90": 113, "sm100": 113, "gfx942": 64, "gfx950": 64}
-    assert all(each["shared"] <= most[each["target"]] << 10 for each in built)
+    few = {id(each) for each in built if each["target"] == "sm90" and each["programs"] <= 132}
+    assert all(each["shared"] <= (227 if id(each) in few else most[each["target"]]) << 10 for each in built)
+    assert any(each["shared"] > 113 << 10 for each in built if id(each) in few)
     assert all(each["wide_loads"] for each in built)
 
 

@@ -38,14 +38,24 @@ class Shape(NamedTuple):
     warps: int
 
 
-def shape_of(depth: int, most: int, quantised: bool) -> Shape:
+_ENOUGH = 132
+"""Programs, one for each SM of Hopper's."""
+_ALONE = 12
+"""Groups up to which a program takes all of the depth for 16 tokens, where there is an SM for each: it has no memory for a second one then.
+
+Of 3072 x 1536 these took 2.74 us on an H200, and two programs that share it 3.77 (bench/results/few_token_search_16-nvidia-h200.json).
+"""
+
+
+def shape_of(columns: int, depth: int, most: int, quantised: bool) -> Shape:
     """By the measurements in bench/results/few_token_shapes-nvidia-h100.json and, for up to 8 tokens, few_token_shapes_triton_3_8-nvidia-h100.json.
 
     Two warps keep Triton from Hopper's warp-group products, which 3.8 takes for 8 tokens: with four the same bytes took 41.0 us for the five linears
     of a rank of DeepSeek-V3, and with two 34.9.
 
     Args:
-        depth: of the product.
+        columns: of the product.
+        depth: of it.
         most: the tokens that a kernel is compiled for. What a token gives is the same for all numbers up to them.
         quantised: whether activations come in fp8.
     """
@@ -53,7 +63,8 @@ def shape_of(depth: int, most: int, quantised: bool) -> Shape:
     if most == _FEWEST:
         wanted, tile, warps = 3, 64, 2
     elif quantised:
-        wanted, tile, warps = min((8, 6), key=lambda held: -groups % held), 64, 4
+        alone = groups <= _ALONE and columns <= 64 * _ENOUGH
+        wanted, tile, warps = groups if alone else min((8, 6), key=lambda held: -groups % held), 64, 4
     else:
         wanted = 5
     held = min(wanted, groups)
@@ -94,8 +105,6 @@ _MANY = 8192
 """Columns from which programs take twice as many of them for 16 tokens."""
 _TAKEN = (8, 9)
 """Groups of 128 columns of the depth that a program takes for 16 tokens, where it takes as many as every other."""
-_ENOUGH = 132
-"""Programs, one for each SM of Hopper's."""
 _PLENTY = range(200, 400)
 """Programs that must be left for each to take 1024 of the depth with up to 8 tokens, and not 512: 224 and 231 gained by it, 160 and 504 lost."""
 
@@ -107,7 +116,7 @@ def plain_shape_of(columns: int, depth: int, most: int) -> PlainShape:
     By few_token_bfloat16_search_8-nvidia-h200.json where those of up to 8 can take 1024 of the depth each: 2112 x 7168, 7168 x 2048. In groups of 256
     columns of the depth these were 0.3 us faster, and did not fit the shared memory of sm89.
 
-    The arguments are those of `shape_of`, and the columns of the product.
+    The arguments are those of `shape_of`.
     """
     if most > _FEWEST and columns >= _MANY:
         return plain_shape(depth, 128, 128, 2, 2, 8)
@@ -218,7 +227,7 @@ def _launch(name: str, x: Tensor, given: dict[str, Any], out: Tensor) -> None:
     if scale is not None and scale.dim() != 2:  # a view has no layout of scales by columns of several dimensions
         scale = scale.reshape(tokens, -1)
     most = next(each for each in buckets() if tokens <= each)
-    shape = shape_of(depth, most, scale is not None)
+    shape = shape_of(columns, depth, most, scale is not None)
     tiles = -(-columns // shape.tile)
     x_unit, weight_unit = unit_of(x), unit_of(weight)
     parts = _parts(tiles, shape, most, x.device)
