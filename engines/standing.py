@@ -27,6 +27,7 @@ from ..adapters.specs import FinalNormSpec, KernelSpec, LinearSpec
 from ..fusion.catalog import FUSIONS
 from ..fusion.match.errors import Unmatched
 from ..fusion.ops import FUNCTIONS
+from ..fusion.ops.warming import recording
 from ..fusion.planning import Decision
 from ..fusion.rewrite.attribution import is_around, join
 from ..fusion.rewrite.ranks import check_kernel
@@ -513,6 +514,7 @@ def at_first_call(
     before: Callable[[CompiledModule], None],
     done: Callable[[CompiledModule], None],
     apart: range = range(0),
+    warm: Callable[[dict[Any, None], CompiledModule], None] = lambda *_: None,
 ) -> None:
     """Put the planned ops into a model, and report after its first call: the engine's profiling run if it makes one, else the first step.
 
@@ -523,6 +525,7 @@ def at_first_call(
         before: called with `compiled` before that call; it may plan anew.
         done: called with `compiled` when the record of that call is in it.
         apart: as `Standing.apart`.
+        warm: called behind that call with what it has called and `compiled`, to launch what other numbers of tokens launch.
     """
     standing = compiled.placements["modules"] = Standing(compiled=compiled, model=model, seams=seams, apart=apart)
     standing.put_in()
@@ -541,7 +544,7 @@ def at_first_call(
         try:
             before(compiled)
             standing.put_in()
-            with counted(compiled), standing.looking_for_unknown_norms():
+            with counted(compiled), standing.looking_for_unknown_norms(), recording() as seen:
                 result = own(*args, **kwargs)
         except BaseException:
             reported = False  # a call that raised is none: the next one is reported
@@ -549,6 +552,7 @@ def at_first_call(
         over = True
         put.take_out()  # later calls are the model's own
         standing.watch()
+        warm(seen, compiled)
         done(compiled)
         return result
 

@@ -161,7 +161,8 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 from .seams import SEAMS
 
                 apart = tokens_uncompiled(config, options.host_bound)
-                at_first_call(module, compiled, SEAMS, partial(_look_again, module), finish, apart)
+                warm = partial(_warm_up, never=apart)
+                at_first_call(module, compiled, SEAMS, partial(_look_again, module), finish, apart, warm)
             if options.compared:
                 from ..shadowing import compare_calls
 
@@ -319,10 +320,11 @@ def _find_key(compiled: CompiledModule) -> None:
             compiled.key = key_for(compiled)
 
 
-def _warm_up(seen: dict[Any, None], compiled: CompiledModule, tokens: int) -> None:
-    """After the run that is looked at: what is launched in another way for fewer tokens is launched now, but for those of `untouched` steps.
+def _warm_up(seen: dict[Any, None], compiled: CompiledModule, tokens: int = 0, never: range | None = None) -> None:
+    """After the run that is looked at: what is launched in another way for fewer tokens is launched now, but for those of steps that are vLLM's own.
 
     It has the most tokens; where it was put off, those that vLLM captures by now may be fewer than its graphs were made for.
+    `never`: the tokens of these steps; None: `compiled.untouched`.
     """
     with quietly("launching kernels for fewer tokens"):
         from ...fusion.ops.warming import warm_up
@@ -331,7 +333,7 @@ def _warm_up(seen: dict[Any, None], compiled: CompiledModule, tokens: int) -> No
         began = time.perf_counter()
         most = compiled.untouched.start - 1 if compiled.put_off else tokens
         with aside():
-            launches = warm_up(seen, compiled.untouched, tokens, most)
+            launches = warm_up(seen, compiled.untouched if never is None else never, tokens, most)
         if launches:
             took = time.perf_counter() - began
             VLLM.logger.info(

@@ -32,7 +32,7 @@ from layerfuse.engines.vllm import seams
 from layerfuse.engines.vllm.host import VLLM
 from layerfuse.engines.vllm.releases import RELEASES
 from layerfuse.engines.vllm.seams import SEAMS
-from layerfuse.fusion import FusionMissedError
+from layerfuse.fusion import FusionMissedError, backends
 from layerfuse.fusion.backends import counting
 
 GATED = "gated_rms_norm"
@@ -109,6 +109,19 @@ def test_a_step_of_more_tokens_than_vllm_captures_is_vllms_own_and_costs_the_hos
             # The model's hook and that of the module around its layers each ask how many tokens there are.
             assert min(calls_of(engine, tokens) for _ in range(3)) <= calls[tokens] + 60
     assert sum("are vLLM's own from now on" in line for line in said()) == bool(own)
+
+
+@pytest.mark.parametrize(("captured", "launches"), [(0, 4), (8, 2)])
+def test_what_other_numbers_of_tokens_launch_is_launched_behind_the_first_run(
+    captured: int, launches: int, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "steps", lambda *_: (2, 10, 20, 100))
+    with started("deepseek-v3", tmp_path, layerfuse=STRICT, mode="NONE", captured=captured) as engine:
+        engine(33)
+    # For 1, 3, 11 and 21 tokens, of which a step of more than 8 that is captured never launches the last two.
+    (line,) = [each for each in said() if "launches for other numbers of tokens" in each]
+    assert line.startswith(f"layerfuse: {launches} launches")
+    assert told(ADD, 6, FIRST) in said()
 
 
 def test_a_call_that_says_no_positions_changes_nothing() -> None:
