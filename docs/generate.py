@@ -16,7 +16,7 @@ from layerfuse import registry
 from layerfuse.adapters import specs
 from layerfuse.bench import against
 from layerfuse.bench.result import Result
-from layerfuse.engines.defaults import beside, on_by_default
+from layerfuse.engines.defaults import beside
 from layerfuse.fusion import FUSIONS, ActivationQuant
 from layerfuse.fusion.backends.aiter import BINDINGS, ReleaseRange, calls
 from layerfuse.fusion.backends.aiter.matching import Function
@@ -182,14 +182,17 @@ def format_table() -> Iterator[str]:
 def defaults_table(engine: str) -> Iterator[str]:
     """What is on in an engine by default and what is not, with the measurements: what several fusions were measured with together stands once."""
     yield f"| fusion | on by default in {SPELT[engine]} | measured |\n|---|---|---|"
-    others, along = [], beside(engine, on_by_default(engine, TIMED), TIMED)
+    # Where nothing is compiled a product has a place of its own, and is on where it was measured.
+    compiled = [each for each in shipped().measurement if each.engine == engine and each.compiled]
+    on = dict.fromkeys(name for each in compiled if each.faster and each.arch == TIMED for name in each.fusions)
+    others, along = [], beside(engine, on, TIMED)
     rows: defaultdict[str, list[str]] = defaultdict(list)
     for name in sorted(FUSIONS):
         measured = [*shipped().of(name, engine)]
         for each in measured:
             rows[f"{f'yes: {each.where}' if each.faster else 'no'} | {each.figure}"].append(f"`{name}`")
         goes_with = FUSIONS[name].goes_with
-        if not measured and name in along:
+        if name in along and not any(each.compiled for each in measured):
             others_on = f"`{goes_with}` is" if goes_with in FUSIONS else "fusions that quantise in the same way are"
             rows[f"yes: where {others_on} on | with these ([few tokens](#few-tokens))"].append(f"`{name}`")
         elif not measured:

@@ -109,6 +109,9 @@ class Engine:
     "Whether it has a place for all that stands around an MLA layer's attention in a decode step, so that such a layer has a site for it."
     uncompiled: str | None = field(default=None, validator=_sentence)
     """Why it does not compile the model, as a sentence; fusions can then go in at module level only. None: it does."""
+    captures: bool = True
+    """Whether it captures decode steps in CUDA graphs. Where it launches all ops of a model that it does not compile one by one, what was measured
+    in graphs says nothing: the host has more to do than the GPU there."""
 
     @classmethod
     def named(cls, name: str) -> Engine:

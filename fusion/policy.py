@@ -260,6 +260,7 @@ class Policy:
             for each in self.of(fusion, engine.name)
             if each.faster
             and each.compiled == engine.compiled
+            and (each.compiled or engine.captures)
             and each.unless not in engine.does
             and each.inside == _inside(fusion, at.quant)
             and each.holds(at)
@@ -294,6 +295,8 @@ class Policy:
         if inside and not any(each.inside for each in known):
             return f"it was not benchmarked in {engine.name}{how}{'' if engine.compiled else ' and'} with linears that quantise inside of their op"
         faster = [each for each in known if each.faster and each.inside == inside]
+        if faster and not (engine.compiled or engine.captures):
+            return f"it was measured in CUDA graphs, and {SPELT[engine.name]} captures none here"
         if faster:
             where = dict.fromkeys(each.where for each in faster)
             done = dict.fromkeys(each.unless for each in faster if each.unless in engine.does)

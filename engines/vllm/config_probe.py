@@ -83,7 +83,9 @@ def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None, 
     if at_modules is not None:
         architectures = (*vllm_config.model_config.architectures, model)
         return attrs.evolve(
-            native_fusions.uncompiled(at_modules, architectures, place, usable()), inside=inside.why_not()
+            native_fusions.uncompiled(at_modules, architectures, place, usable()),
+            inside=inside.why_not(),
+            captures=_captures(vllm_config),
         )
     foreign = why_not_ops()
     if foreign is not None:
@@ -100,6 +102,15 @@ def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None, 
     if foreign is not None:
         refused |= dict.fromkeys((name for name, each in FUSIONS.items() if each.across_ranks), foreign)
     return attrs.evolve(engine, refuses={**engine.refuses, **refused})
+
+
+def _captures(vllm_config: Any) -> bool:
+    from vllm.platforms import current_platform
+
+    if vllm_config.model_config.enforce_eager:
+        return False
+    # On a CPU there are no CUDA graphs to switch off.
+    return not current_platform.is_cuda_alike() or bool(vllm_config.compilation_config.max_cudagraph_capture_size)
 
 
 def _uses_aiter() -> bool:

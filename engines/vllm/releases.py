@@ -165,4 +165,4 @@ def engine_of(
         if reason is None
         else native_fusions.uncompiled(reason, architectures, place, recorded.seams)
     )
-    return planned(attrs.evolve(engine, release=name), architectures)
+    return planned(attrs.evolve(engine, release=name, captures=not enforce_eager), architectures)

@@ -195,10 +195,21 @@ def test_a_measurement_holds_where_the_model_was_compiled_as_it_is_here() -> Non
     compiled = engine_of(["DeepseekV3ForCausalLM"], target=SM90)
     eager = engine_of(["DeepseekV3ForCausalLM"], target=SM90, enforce_eager=True)
     name = "mla_dual_rms_norm"
-    for here, there, holds in ((compiled, eager, True), (eager, compiled, False)):
+    captured = attrs.evolve(eager, captures=True)
+    for here, there, holds in ((compiled, captured, True), (captured, compiled, False)):
         policy = Policy(measurement=(row(name, compiled=holds),))
         assert plan(specs, SM90, None, here, policy).expected(name)
         assert not plan(specs, SM90, None, there, policy).expected(name)
+
+
+def test_what_was_measured_in_cuda_graphs_is_off_where_an_engine_captures_none() -> None:
+    specs, name = model("deepseek-v3").specs(), "mla_dual_rms_norm"
+    eager = engine_of(["DeepseekV3ForCausalLM"], target=SM90, enforce_eager=True)
+    policy = Policy(measurement=(row(name, compiled=False),))
+    made = plan(specs, SM90, None, eager, policy)
+    assert not made.expected(name)
+    (why,) = reasons(each for each in made.decisions if each.fusion == name)
+    assert why.endswith("it was measured in CUDA graphs, and vLLM captures none here")
 
 
 def test_a_plan_quotes_what_layers_of_a_kind_gained() -> None:
