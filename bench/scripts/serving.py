@@ -1,4 +1,7 @@
-"""Two engines under a load, asked in turns: while one is timed, the other waits. One round before those that count is not counted."""
+"""Two engines under a load, asked in turns: while one is timed, the other waits. One round before those that count is not counted.
+
+Nor is one in which an engine says that it compiled kernels meanwhile (`compiled`), which takes longer than a round: others follow in its place.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ def parsed(
     """The command's options: those of all, and one engine's own."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=[*SHAPES], metavar="SHAPE")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="that count, as far as --limit lets them")
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--cache", type=int, default=cache, help=of_cache)
@@ -46,25 +50,30 @@ def in_rounds(given: Any, until: float, started: AbstractContextManager[Asked]) 
             print(f"{given.shape}: ready", flush=True)
             alone.take()
             rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-            for turn in range(given.rounds + 1):
+            for turn in count():
                 for arm in [*arms][:: 1 if turn % 2 else -1]:
                     found = arms[arm](turn)
                     print(turn, arm, found, flush=True)
                     rounds[arm] += [found] if turn else []
-                if time.monotonic() > until:
+                if time.monotonic() > until or min(map(len, counted(rounds).values())) >= given.rounds:
                     break
     finally:
         alone.end()
     return rounds
 
 
+def counted(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Those of each arm in which nothing was compiled."""
+    return {arm: [each for each in several if not each.get("compiled")] for arm, several in rounds.items()}
+
+
 def write(given: Any, rounds: dict[str, list[dict[str, Any]]], keys: Iterable[str], **more: Any) -> None:
     """Put the shape's result into the file, with the medians of its rounds."""
     results = json.loads(given.out.read_text()) if given.out.exists() else {"shapes": {}}
     results["environment"] = {**environment(), "ended": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())}
-    counted = {arm: several for arm, several in rounds.items() if several}
+    clean = {arm: several for arm, several in counted(rounds).items() if several}
     results["shapes"][given.shape] = {
         **more, "requests": given.requests, "at_once": given.at_once, "rounds": rounds,
-        "median": {arm: {key: statistics.median(each[key] for each in several) for key in keys} for arm, several in counted.items()},
+        "median": {arm: {key: statistics.median(each[key] for each in several) for key in keys} for arm, several in clean.items()},
     }  # fmt: skip
     given.out.write_text(json.dumps(results, indent=1) + "\n")
