@@ -34,7 +34,7 @@ def engines(compiled: dict[str, list[int]]) -> Iterator[dict[str, Any]]:
         return {"speed": float(turn), "compiled": several[turn] if turn < len(several) else 0}
 
     yield {arm: lambda turn, arm=arm: ask(arm, turn) for arm in compiled}
-    in_turns = [*compiled][::-1] + [*compiled]  # the other one first each time
+    in_turns = [*reversed(compiled), *compiled]  # the other one first each time
     assert asked[:4] == in_turns[: len(asked)]
 
 
