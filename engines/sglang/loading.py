@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+from torch import nn
 
 from ... import registry
 from ...adapters.errors import LayerfuseError, UnknownLayerError
@@ -99,6 +100,7 @@ def _engine(runner: Any) -> Engine:
     arguments, model = runner.server_args, runner.model
     backend = arguments.fp8_gemm_runner_backend
     engine = engine_of([type(model).__name__], target=target_of(model), backend=backend)
+    engine = attrs.evolve(engine, captures=not _launches_decode_steps(model))
     why = None
     if is_batch_invariant_mode_enabled() or arguments.enable_deterministic_inference:
         why = "SGLang keeps to kernels whose results do not depend on the batch"
@@ -110,6 +112,14 @@ def _engine(runner: Any) -> Engine:
         return attrs.evolve(engine, refuses={"*": why})
     decode = why_not_here(_decodes_by(), arguments)
     return engine if decode is None else attrs.evolve(engine, refuses={DECODE: decode, **engine.refuses})
+
+
+def _launches_decode_steps(model: nn.Module) -> bool:
+    """Whether decode steps are in no CUDA graph on a GPU."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
+    on_gpu = device_of(model).type == "cuda"
+    return on_gpu and bool(check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED))
 
 
 def _decodes_by() -> str | None:

@@ -13,7 +13,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,6 +33,7 @@ from sglang.srt.layers.layer_boundary import get_attn_tp_context
 from sglang.srt.layers.layer_boundary.adapters.attention import AttentionInputs
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner_utils import capture_mode
@@ -478,6 +479,20 @@ def test_an_engine_that_leaves_no_place_for_it_is_told_so(
     compiled = compiled_module_of(runner_of(deepseek(), **arguments), plugin.options_here())
     assert compiled is not None
     assert compiled.unfound == {NAME: why}
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "captures"), [("cuda", "disabled", False), ("cuda", "full", True), ("cpu", "disabled", True)]
+)
+def test_an_engine_that_launches_decode_steps_one_by_one_is_known(
+    device: str, backend: str, captures: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    graphs = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=backend)))
+    monkeypatch.setattr(cuda_graph_config, "get_exec", lambda: SimpleNamespace(graph=graphs))
+    monkeypatch.setattr(loading, "device_of", lambda _: torch.device(device))
+    compiled = compiled_module_of(runner_of(deepseek()), plugin.options_here())
+    assert compiled is not None and compiled.engine is not None
+    assert compiled.engine.captures is captures
 
 
 @pytest.mark.parametrize(
