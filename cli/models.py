@@ -258,16 +258,21 @@ class FoundModel:
     "What the config says, where one was read."
 
 
-def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
+def find_model(name: str, files: Sequence[Path] = (), registry: Registry | None = None) -> ModelEntry:
     """The entry that `found_model` gives."""
-    return found_model(name, files).entry
+    return found_model(name, files, registry).entry
 
 
-def found_model(name: str, files: Sequence[Path] = ()) -> FoundModel:
+def found_model(name: str, files: Sequence[Path] = (), registry: Registry | None = None) -> FoundModel:
     """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder.
 
     A model that ships with the library is read alone: looking for plugins would take longer than everything else that
     `plan` does.
+
+    Args:
+        name: what was asked for.
+        files: models files that are known too.
+        registry: what `registry_with(files)` gave, where it is there already.
 
     Raises:
         UnknownModelError: with the closest names.
@@ -280,7 +285,8 @@ def found_model(name: str, files: Sequence[Path] = ()) -> FoundModel:
             if name.lower() in head.names:
                 return FoundModel(entry=shipped[key])
     name = name.removeprefix("https://huggingface.co/")  # as it is copied from a browser
-    registry, config = registry_with(files), os.path.join(name, "config.json") if os.path.isdir(name) else name
+    registry = registry_with(files) if registry is None else registry
+    config = os.path.join(name, "config.json") if os.path.isdir(name) else name
     try:
         return FoundModel(entry=registry.model(name))
     except UnknownModelError as error:
