@@ -16,6 +16,7 @@ FOREIGN = (Exception, SystemExit)
 reason to end an engine. KeyboardInterrupt is the user's, and passes."""
 
 _LAST_WORD = re.compile(r"[A-Z][a-z]+|[A-Z]+(?![a-z])")
+_KIND = re.compile(r"(Self|Cross|Decoder|Encoder)?([A-Z][a-z]+|[A-Z]+)\d*$")
 _NORM = re.compile(r"Norm(Gated)?\d*$")
 
 
@@ -48,28 +49,42 @@ def _tail(name: str) -> str:
 
 
 def closest_classes(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known layer classes (`package:ClassName`) most like this one, best first.
+    """The known layer classes (`package:ClassName`) that are much like this one, best first; often none.
 
     Only the class's own name counts, and where others end in the same word (Attention, DecoderLayer, Model), only those:
-    a norm is not like a decoder layer of the same package. Classes of the same package come first, less like ones too: an engine
-    names the parts of its layers in one way. The last is another's, where one is like it.
+    a norm is not like a decoder layer of the same package. That word says nothing of which model a class is of, so what stands in front
+    of it is compared. Classes of the same package come first: an engine names the parts of its layers in one way. The last is another's,
+    where one is like it. Of an engine's class where none of the engine's is like it there is none: another's facts read nothing in it.
     """
-    import difflib
-
     package, _, own = name.rpartition(":")
-    known, word, top = list(known), _LAST_WORD.findall(own)[-1:], _top(package)
+    known, top, word = list(known), _top(package), _LAST_WORD.findall(own)[-1:]
     same_word = [full for full in known if _LAST_WORD.findall(_tail(full))[-1:] == word]
-    best: list[list[str]] = []
+    compared = _head if same_word else str.lower
+    best = []
     for inside in (True, False):
         tails: dict[str, list[str]] = {}
         for full in same_word or known:
             if (_top(full) == top) == inside:
                 tails.setdefault(_tail(full), []).append(full)
-        cutoff = 0.4 if inside and same_word else 0.6
-        near = difflib.get_close_matches(own, tails, n=count, cutoff=cutoff)
+        alike = {tail: _likeness(compared(own), compared(tail)) for tail in tails}
+        near = [tail for tail in tails if alike[tail] >= 0.7]
+        near.sort(key=lambda tail: _likeness(own, tail), reverse=True)
         best.append([full for tail in near for full in tails[tail]])
     ours, others = best
-    return [*ours[: count - len(others[:1])], *others][:count]
+    if not ours:
+        return [] if any(_top(full) == top for full in known) else others[:count]
+    return [*ours[: count - len(others[:1])], *others[:1]]
+
+
+def _head(name: str) -> str:
+    """The name of a class in front of the words that say what it is, in small letters: `kimik3` of KimiK3DecoderLayer."""
+    return _KIND.sub("", name).lower()
+
+
+def _likeness(one: str, other: str) -> float:
+    import difflib
+
+    return difflib.SequenceMatcher(None, other, one).ratio() if one and other else 0.0
 
 
 def _top(key: str) -> str:

@@ -44,7 +44,7 @@ def answer_bisect(
     from ..testing.recipes import VOCABULARY
 
     registry, folder = registry_with(files), Path(name)
-    entry = None if folder.is_dir() else find_model(name, files)
+    entry = None if folder.is_dir() else find_model(name, files, registry)
     rows = job.prompts_in(prompts, _vocabulary(folder) if entry is None else VOCABULARY)
     FusionConfig.from_environment()
     reported = None if report is None else job.reported_in(report)

@@ -29,7 +29,8 @@ def answer_contract(model: str, *, files: Sequence[Path], json: bool) -> None:
         ConfigError: a config.json does not say enough.
         CannotTestError: torch or transformers is not installed, or transformers cannot build the model.
     """
-    registry, found = registry_with(files), found_model(model, files)
+    registry = registry_with(files)
+    found = found_model(model, files, registry)
     entry = found.entry
     if found.inspection is not None and entry.name not in registry.models():
         entry = ask_code(found.inspection, registry).entry

@@ -92,7 +92,7 @@ def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspec
     """What a config.json says, or the one in a folder; called by its folder where it has no name.
 
     Where it leaves out what an entry follows from, that is transformers' default, if it is installed, as a note says. The note, and one on a
-    model_type that may be misspelt, are printed on stderr.
+    model_type that may be misspelt or contradicts the architectures, are printed on stderr.
 
     Raises:
         ConfigError: it does not say enough; everything missing is listed.
@@ -106,7 +106,7 @@ def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspec
     unnamed = None if config.get("_name_or_path") else named or None
     modelopt = read_modelopt(path)
     ask = partial(inspect, registry=registry, name=name, file=str(path), folder=unnamed, modelopt=modelopt)
-    odd, found, refusal = _odd_type(config, registry), None, None
+    odd, found, refusal = _odd_type(config, registry) or _contradicted_type(config, registry), None, None
     try:
         found = ask(config)
     except ConfigError as error:
@@ -207,6 +207,38 @@ def _odd_type(config: Mapping[str, Any], registry: Registry) -> str | None:
     return f"nothing is known of a model_type {shown(said)}; {MEANT} {shown(near[0])}?"
 
 
+def _contradicted_type(config: Mapping[str, Any], registry: Registry) -> str | None:
+    """That a config's model_type and its architectures are of two known models, and which of them was taken."""
+    from ..registry.hf_config import text_part
+    from ..registry.hf_hybrids import HYBRIDS
+
+    parts = (config, text_part(config)[0])
+    types = [said for part in parts if isinstance(said := part.get("model_type"), str)]
+    names = config.get("architectures")
+    if not types or not isinstance(names, list) or config.get("auto_map"):
+        return None
+    known = {each.model_type for each in registry.models().values()} | {*HYBRIDS}
+    for name in names:
+        own = sorted(
+            {each.model_type for each in registry.models().values() if name in each.architectures and each.model_type}
+        )
+        if not own or not {*own}.isdisjoint(types):
+            continue
+        if of := [said for said in types if said in known]:
+            taken = of[0]
+        else:
+            from ..testing.general import known_types
+
+            if known_types().isdisjoint(types):  # code of its own, which may hold layers of this class
+                continue
+            taken = name
+        return (
+            f"model_type {shown(of[0] if of else types[-1])} and architectures contradict each other, as {cut(name)} is of model_type "
+            f"{' or '.join(own)}: {cut(taken)} was taken. transformers goes by model_type, vLLM and SGLang by architectures"
+        )
+    return None
+
+
 def _words(text: str) -> str:
     return re.sub(r"[\d.]", "", text)
 
@@ -226,16 +258,21 @@ class FoundModel:
     "What the config says, where one was read."
 
 
-def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
+def find_model(name: str, files: Sequence[Path] = (), registry: Registry | None = None) -> ModelEntry:
     """The entry that `found_model` gives."""
-    return found_model(name, files).entry
+    return found_model(name, files, registry).entry
 
 
-def found_model(name: str, files: Sequence[Path] = ()) -> FoundModel:
+def found_model(name: str, files: Sequence[Path] = (), registry: Registry | None = None) -> FoundModel:
     """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder.
 
     A model that ships with the library is read alone: looking for plugins would take longer than everything else that
     `plan` does.
+
+    Args:
+        name: what was asked for.
+        files: models files that are known too.
+        registry: what `registry_with(files)` gave, where it is there already.
 
     Raises:
         UnknownModelError: with the closest names.
@@ -248,7 +285,8 @@ def found_model(name: str, files: Sequence[Path] = ()) -> FoundModel:
             if name.lower() in head.names:
                 return FoundModel(entry=shipped[key])
     name = name.removeprefix("https://huggingface.co/")  # as it is copied from a browser
-    registry, config = registry_with(files), os.path.join(name, "config.json") if os.path.isdir(name) else name
+    registry = registry_with(files) if registry is None else registry
+    config = os.path.join(name, "config.json") if os.path.isdir(name) else name
     try:
         return FoundModel(entry=registry.model(name))
     except UnknownModelError as error:

@@ -21,8 +21,9 @@ def answer_names(model: str, *, files: Sequence[Path]) -> None:
     from ..registry.machinery import kernel_fusions, packed_modules
     from ..testing.models import full_model
 
-    entry = find_model(model, files)
-    specs = registry_with(files).specs_in(full_model(entry))
+    registry = registry_with(files)
+    entry = find_model(model, files, registry)
+    specs = registry.specs_in(full_model(entry))
     print_json(
         {"model": entry.name, "packed_modules_mapping": packed_modules(specs), "kernel_fusions": kernel_fusions(specs)}
     )

@@ -23,9 +23,10 @@ def answer_weights(model: str, folder: Path, *, files: Sequence[Path], json: boo
         UnknownModelError: no entry has this name.
         WeightsError: a file is not of its format.
     """
-    entry = find_model(model, files)
+    registry = registry_with(files)
+    entry = find_model(model, files, registry)
     tensors = read_headers(folder)
-    found = weigh(entry, tensors, registry_with(files).adapters().values())
+    found = weigh(entry, tensors, registry.adapters().values())
     if json:
         said = {"model": entry.name, "tensors": len(tensors), "held": found.held}
         print_json({**said, "problems": found.problems, "notes": found.notes})

@@ -533,8 +533,10 @@ class _Decider:
             limit, rows = self._limit(fusion, site), taken.setdefault(fusion, [])
             most = None if limit is None else limit.most
             if first != 1:
-                verb, it = ("takes", "it is") if len(holders) == 1 else ("take", "they are")
-                why = f"{' and '.join(holders)} {verb} the same nodes; this is taken where {it} missed"
+                verb, it = ("is", "it is") if len(holders) == 1 else ("are", "they are")
+                why = (
+                    f"{' and '.join(holders)} {verb} tried first at the same operations; this stands where {it} missed"
+                )
                 ends = [end for end in (most, None if first is None else first - 1) if end is not None]
                 rows.append((fusion.name, "fallback", why, Tokens(1, min(ends, default=None))))
             if first is not None and (most is None or first <= most):

@@ -70,6 +70,11 @@ def _fp8(said: Mapping[str, Any]) -> Words:
     block, scheme = said.get("weight_block_size"), said.get("activation_scheme")
     if block is None and scheme == "static":
         return _weight(_FP8, "tensor", activation="static")
+    if block is None and scheme == "dynamic":
+        raise UnreadError(
+            "weights with one scale per tensor and dynamic activations, of which the config does not say whether they have one scale per token "
+            "or one for all tokens: vLLM decides by whether its CUTLASS products take fp8"
+        )
     if block is None or scheme != "dynamic":
         raise UnreadError(f"weight_block_size {shown(block)} with activation_scheme {shown(scheme)}")
     if said.get("scale_fmt") not in (None, "float", "ue8m0"):

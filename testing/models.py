@@ -30,7 +30,7 @@ SMALL_MLP = 64
 """Width of the MLPs of a small model."""
 
 
-_HEADS_FILL = ("olmoe",)
+_HEADS_FILL = ("bitnet", "helium", "olmoe")
 """Model types whose code takes the hidden size for the width of all query heads."""
 
 
@@ -189,7 +189,7 @@ def small_entry(
 ) -> ModelEntry:
     """The same entry with few layers, few heads, a small hidden size and small MLPs, dense where the model can have those.
 
-    Every width of a head or a latent stays true.
+    Every width of a head or a latent stays true, but of heads that the model's code takes to fill the hidden size.
 
     Args:
         entry: the declared model.

@@ -18,7 +18,8 @@ from ..seams import Seam
 from .switches import BATCH_INVARIANT, INVARIANT, MLA_DISABLE, is_set
 
 TAKES: dict[tuple[str, ...], str] = {
-    forms: f"{' or '.join(forms)} takes what stands there" for forms in ((NAME,), (QUANTISED,), (NAME, QUANTISED))
+    forms: f"{' or '.join(forms)} fuses what stands there with what follows"
+    for forms in ((NAME,), (QUANTISED,), (NAME, QUANTISED))
 }
 """Its forms that a plan expects -> the reason in the plan of what is taken at the same sites."""
 

@@ -36,9 +36,7 @@ ROUTED, FEW = "few_token_experts_group_quant", 2
 NARROW = 768
 """So many columns between an expert's products, of all tokens together, up to which it is (bench/results/few_token_experts-nvidia-h200.json)."""
 
-HIDDEN = (
-    f"shared experts are done before routed ones of more than {NARROW} columns; sooner, they only hold up the router"
-)
+HIDDEN = f"shared experts run beside routed ones, and are done before those of more than {NARROW} columns: faster, they would only hold up the router"
 """vLLM runs shared experts beside the router and the routed ones: with 2048 columns the router took 10 us of 5, and a step 1.004 to 1.008 of vLLM's
 (bench/results/vllm_engine_torch_2_14-nvidia-h100.json, `deepseek-v3-dp-mixture`)."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from attrs import asdict, evolve, field, frozen
 
 from ...adapters.activation_quant import ActivationQuant
-from ...adapters.linear_specs import NOT_READ
+from ...adapters.linear_specs import NOT_QUANTISED, NOT_READ
 from ...adapters.specs import GatedNormSpec
 from ..declare import (
     COLUMN_MAJOR,
@@ -101,6 +101,8 @@ class Quant(Step):
         readers = f"the linears that read the {site.role} site"
         if quant is None and at.declared:
             return Legality("not_applicable", f"{readers} do not quantise what they read, as was said")
+        if quant is None and site.unquantised == NOT_QUANTISED:
+            return Legality("not_applicable", f"{readers} {NOT_QUANTISED.removeprefix('they ')}")
         if quant is None and site.unquantised not in (None, NOT_READ):
             counted = "" if site.quantising is None else f" ({site.quantising})"
             why = f"agree on no quantisation that a fusion knows{counted}: {site.unquantised}"

@@ -11,6 +11,7 @@ import pytest
 import layerfuse
 from layerfuse import __version__, registry
 from layerfuse._version import commit_of
+from layerfuse.registry.defaults import fresh
 
 COMMANDS = (
     "models",
@@ -217,3 +218,24 @@ def test_a_brief_command_behind_which_triton_is_imported_says_nothing_of_leaks(r
     code = "import sys, triton._C.libtriton\nsys.argv[1:] = ['models']\nfrom layerfuse.cli import main\nmain()"
     answer = run_python("-c", code)
     assert (answer.code, answer.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "command", [["contract"], ["bisect", "prompts.json"], ["contract", "--weights", "."], ["specs", "--names"]]
+)
+def test_a_command_builds_one_registry(run, monkeypatch, tmp_path, command):
+    """Each further one costs its models, and asks plugins again."""
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "num_key_value_heads": 2,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "hidden_size": 256,
+        "model_type": "new",
+    }
+    Path("config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "rms_norm_eps": 1e-6}))
+    Path("prompts.json").write_text("no tokens")
+    made = []
+    monkeypatch.setattr("layerfuse.registry.defaults.fresh", lambda: made.append(fresh()) or made[-1])
+    assert run(command[0], "config.json", *command[1:]).code in (1, 2)
+    assert len(made) == 1

@@ -283,3 +283,25 @@ def test_a_model_type_that_may_be_misspelt_is_said(run, tmp_path, said, meant):
     assert (f"# {words}" in run("inspect", file).out) == bool(meant)
     file.write_text(json.dumps({"model_type": said}))
     assert (words in run("plan", file).err) == bool(meant)
+
+
+@pytest.mark.parametrize(
+    ("said", "names", "taken"),
+    [
+        ("qwen3", ["LlamaForCausalLM"], "qwen3"),
+        ("helium", ["LlamaForCausalLM"], "LlamaForCausalLM"),
+        ("new", ["LlamaForCausalLM"], None),
+        ("llama", ["LlamaForCausalLM"], None),
+        ("kimi_k2", ["DeepseekV3ForCausalLM"], None),
+        ("qwen3", ["MyForCausalLM"], None),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "inspect"])
+def test_a_model_type_and_architectures_of_two_models_are_said_with_the_one_taken(
+    run, tmp_path, command, said, names, taken
+):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**PLAIN, "model_type": said, "architectures": names}))
+    words = f"model_type '{said}' and architectures contradict each other, as LlamaForCausalLM is of model_type llama: "
+    answer = run(command, str(file)).err
+    assert (f"{words}{taken} was taken" in answer) if taken else ("contradict each other" not in answer)

@@ -126,7 +126,7 @@ def test_quantised_forms_come_first_and_the_others_are_said_to_wait() -> None:
     waits, _ = of(made, site)
     assert (waits.kind, waits.tokens) == ("fallback", Tokens(1, first.tokens.last))
     holders = f"{longest} and add_rms_norm_group_quant"
-    assert waits.reason == f"{holders} take the same nodes; this is taken where they are missed"
+    assert waits.reason == f"{holders} are tried first at the same operations; this stands where they are missed"
     every = [decision for decision in made.at(site) if decision.applies]
     assert [decision.fusion for decision in every] == [longest, "add_rms_norm_group_quant"]
     assert every[0].tokens.first == 1 and every[-1].tokens.last is None

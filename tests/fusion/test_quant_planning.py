@@ -82,7 +82,10 @@ def test_what_is_declared_is_expected_and_the_others_name_it(quant: str, taken: 
     assert found[taken] == ("expected", f"{NORMS} gfx950, the first in e4m3fn with {what}")
     why = f"the linears that read the latents site quantise with {what}, which is another format than this fusion's"
     assert found[other] == ("not_applicable", why)
-    assert found[PLAIN] == ("fallback", f"{taken} takes the same nodes; this is taken where it is missed")
+    assert found[PLAIN] == (
+        "fallback",
+        f"{taken} is tried first at the same operations; this stands where it is missed",
+    )
 
 
 def test_what_is_read_off_the_model_is_expected_unless_something_else_is_declared() -> None:

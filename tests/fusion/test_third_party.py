@@ -336,7 +336,7 @@ def test_a_package_brings_a_kind_of_layer_and_its_role(tmp_path: Path) -> None:
     assert said["ran"] == [["kv_latent"], 1, 1]
     assert "kv_latent_norm was expected" in said["strict"]
     assert said["plan"] == [
-        "attn:kv_latent: kv_latent_norm: fallback: kv_latent_norm_per_token_quant takes the same nodes; this is taken where it is missed",
+        "attn:kv_latent: kv_latent_norm: fallback: kv_latent_norm_per_token_quant is tried first at the same operations; this stands where it is missed",
         "attn:kv_latent: kv_latent_norm_per_token_quant: expected: rms_norm(32, epsilon 1e-06) is one launch on sm90, in e4m3fn with one scale per token",
     ]
 

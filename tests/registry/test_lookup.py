@@ -184,9 +184,29 @@ def test_an_unknown_class_of_an_engine_is_like_others_of_that_engine(engine: str
         return
     with pytest.raises(UnknownLayerError) as caught:
         registry.spec_for(cls())
-    first, *others = caught.value.closest
-    assert f'like = "{first}"' in str(caught.value)
-    assert all(re.match(rf"{engine}[.:]", key) for key in (first, *others[:-1]))
+    closest = caught.value.closest
+    assert all(re.match(rf"{engine}[.:]", key) for key in (*closest[:1], *closest[:-1]))
+    assert f'like = "{closest[0]}"' in str(caught.value) if closest else "with its family" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "mylib:MyAttention",
+        "vllm.models.new:NewModel",
+        "transformers:WhisperAttention",
+        "atom:LlamaAttention",
+        "sglang:ExtendDecoderLayer",
+    ],
+)
+def test_a_class_that_shares_no_more_than_the_word_for_its_kind_is_like_none(key: str) -> None:
+    assert closest_classes(key, registry.layer_classes()) == []
+
+
+def test_case_does_not_hide_the_same_name() -> None:
+    assert closest_classes("transformers:GptNeoXJapaneseAttention", registry.layer_classes()) == [
+        "transformers:GPTNeoXJapaneseAttention"
+    ]
 
 
 def test_an_unknown_layer_error_survives_pickling() -> None:
