@@ -412,7 +412,8 @@ def _off_in(name: str, arch: str, config: FusionConfig) -> list[str]:
                 kept.append(each)
             else:
                 off.add(each)
-    for each in beside(name, on, arch):
+    measured = [each for each in on if FUSIONS[each].goes_with is not None]
+    for each in (*measured, *beside(name, on, arch)):
         with_it = each in beside(name, kept, arch) and FUSIONS[each].goes_with not in off
         if not with_it or config.why_off(FUSIONS[each], engine, companion=True):
             off.add(each)
