@@ -424,7 +424,8 @@ def _same(entry: ModelEntry, declared: Iterable[ModelEntry]) -> tuple[str, ...]:
     alike = [
         other
         for other in sorted(declared, key=far)
-        if other.experts == entry.experts and [spec for _, spec in other.specs()] == mine
+        if (other.experts, other.num_hidden_layers) == (entry.experts, entry.num_hidden_layers)
+        and [spec for _, spec in other.specs()] == mine
     ]
     return tuple(other.name for other in alike if other.model_type == alike[0].model_type)
 
