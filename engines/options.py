@@ -78,7 +78,7 @@ class Options:
     few_token_linears: bool = field(default=False, validator=_is(bool, "true or false"))
     "As `few_token_linear` and `few_token_linear_row_quant`, each with a plus, among the `fusions`."
     host_bound: int | None = field(default=None, validator=_number("a number of tokens"))
-    "Tokens up to which a step of more than the engine captures in CUDA graphs runs its own graph, as it waits for the host; 0: none does; None: the default."
+    "Tokens up to which a step of more than the engine captures in CUDA graphs runs its own graph or modules, as it waits for the host; 0: none does; None: all do."
 
     shadow: int | None = field(default=None, validator=_number("how many calls are compared at each site"))
     "Calls of each fused op at each site that are compared with its reference; None: what `LAYERFUSE_SHADOW` says."

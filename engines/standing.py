@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -160,7 +161,7 @@ class Standing(Placement):
             readers = self._readers(seam, site)
             if isinstance(readers, str):
                 return readers
-            norms = partial(self._norms, site)
+            norms, before = partial(self._norms, site), {**vars(module)}
             stood = Native.of_all([*calls.stood(module, seam, norms()), *(each.stood for each in readers)])
             same = partial(self._as_it_was, site.name, stood)
             quant = site.quant if readers else None
@@ -188,6 +189,8 @@ class Standing(Placement):
         self.inside.update(zip(paths, stands, strict=True))
         self.forwards[site.name] = stands[0], vars(stands[0])["forward"]
         self.put += [Put.at(each, "forward") for each in stands]
+        if seam.switch is not None and vars(module)[seam.switch] is not before[seam.switch]:
+            self.put.append(Put.at(module, seam.switch, before))
         return None
 
     def _read(self, site: str, fusion: str, readers: Iterable[Reader], refuse: Callable[[str, str], None]) -> None:
@@ -463,10 +466,14 @@ class Standing(Placement):
         return self._other(site) or (NOT_TAKEN if site in self.forms else not_called)
 
     def notes(self, run: str) -> Iterator[str]:
-        """Which sites the run did not come to."""
+        """Which sites the run did not come to, and in which steps nothing stands."""
         unreached = [use.site for use in self.uses(run) if use.form is None and not use.missed]
         if unreached:
             yield f"the {run} did not come to {first_of(unreached)}, where fused ops stand too"
+        if self.apart and self.put:
+            least, most = self.apart[0], self.apart[-1]
+            which = f"more than {least - 1}" if most >= sys.maxsize - 1 else f"{least} to {most}"
+            yield f"in steps of {which} tokens {here().name}'s own modules run"
 
 
 def _with_residual(found: dict[UnknownNorm, None], norm: UnknownNorm) -> Callable[..., None]:

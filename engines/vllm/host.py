@@ -61,7 +61,10 @@ def _fp8_dtype() -> Any:
 
 def _tokens(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """All of vLLM's models take positions: one for each token, in several rows where it has several."""
-    place = _place_of_positions(type(module).forward)
+    try:
+        place = _place_of_positions(type(module).forward)
+    except (TypeError, ValueError):  # somebody's object, or code in C
+        place = None
     positions = kwargs.get(POSITIONS, args[place] if place is not None and place < len(args) else None)
     shape = getattr(positions, "shape", None)
     return int(shape[-1]) if shape else None

@@ -51,10 +51,11 @@ def set_apart(compilation: Any, tokens: range) -> None:
 
 
 def note(plan: Plan) -> str | None:
-    """In which steps nothing of a plan for vLLM stands, as a sentence; None where nothing is planned, or nothing compiled."""
-    if plan.engine is None or plan.engine.uncompiled is not None or not plan.expected():
+    """In which steps nothing of a plan for vLLM stands, as a sentence; None where nothing is planned, or nothing captured."""
+    if plan.engine is None or not plan.engine.captures or not plan.expected():
         return None
-    return "A step of more tokens than vLLM captures in CUDA graphs waits for the host. It runs vLLM's own graph, in which nothing here is fused."
+    what = "runs vLLM's own graph" if plan.engine.compiled else "calls vLLM's own modules"
+    return f"A step of more tokens than vLLM captures in CUDA graphs waits for the host. It {what}, in which nothing here is fused."
 
 
 def holds(tokens: range, compile_range: Any) -> bool:

@@ -27,6 +27,7 @@ from ...fusion.sites import Site
 from ..compiled_module import CompiledModule
 from ..linears import AtSeams
 from ..native import Native, NotNativeError, native_methods
+from ..placement import Put
 from ..process import once
 from ..standing import Standing
 from ..whose import kind_of, module_of
@@ -99,6 +100,7 @@ def _stand(compiled: CompiledModule, module: nn.Module, sites: list[Site], kerne
             setattr(
                 kernel, PRODUCT, _product(kernel, site.quant is not None and site.quant.use_ue8m0, stood[site.name])
             )
+            standing.put.append(Put.at(kernel, PRODUCT))
         _but_for(compiled.untouched, kernel, PRODUCT)
 
 

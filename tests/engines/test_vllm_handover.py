@@ -137,6 +137,30 @@ def test_linears_that_quantise_inside_of_their_product_take_it_too(
     assert {dtype for whose, dtype, _ in inside_ours if whose == "FlashInfer"} == {torch.bfloat16}
 
 
+def test_in_a_step_that_the_host_launches_linears_quantise_for_themselves(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"mode": "NONE", "dtype": "bfloat16", "overrides": GROUP_FP8, "captured": 8}
+    fusions = {"fusions": [*asked()["fusions"], BLOCKS], "strict": True}
+    results, kernels, nothing = [], [], native_methods()  # the kernels are plain torch here
+    for layerfuse in (False, fusions):
+        with (
+            as_installed(False),
+            mock.patch.object(readers, "native_methods", return_value=nothing),
+            started("deepseek-v3", tmp_path, layerfuse=layerfuse, **options) as engine,
+        ):
+            engine()  # in which both ways are compared
+            first = engine(6)
+            given_to_kernels()
+            with counting() as called:
+                results.append(engine(40))
+            kernels.append(given_to_kernels())
+            assert {*called} <= {"quantise_group"}  # what stands for vLLM's kernels calls it
+            with counting() as called:
+                assert all(torch.equal(*both) for both in zip(engine(6), first, strict=True))
+            assert (called["block_scaled_linear"] > 0) is bool(layerfuse)
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    assert Counter(whose for whose, _, _ in kernels[1]) == Counter(whose for whose, _, _ in kernels[0])
+
+
 def test_a_gated_norm_hands_over_its_heads_joined(tmp_path: Path, said: Said) -> None:
     """vLLM flattens the heads that the norm gives before the linear reads them."""
     results, asked_for = [], {"fusions": [f"{GATED}_per_token_quant"], "strict": True}

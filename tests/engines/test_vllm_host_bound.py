@@ -27,7 +27,7 @@ from vllm.config import CUDAGraphMode
 from vllm_started import loaded_from_cache, started, waiting
 
 from layerfuse.engines.options import OptionsError, options_in
-from layerfuse.engines.vllm.host_bound import set_apart, tokens_of
+from layerfuse.engines.vllm.host_bound import set_apart, tokens_of, tokens_uncompiled
 from layerfuse.fusion import FusionMissedError, backends
 from layerfuse.fusion.backends import counting
 
@@ -81,6 +81,23 @@ def test_a_release_without_ranges_of_tokens_is_left_alone() -> None:
 def test_where_decode_alone_is_captured_the_longest_decode_step_is_where_it_begins() -> None:
     assert tokens_of(config([8192], 512, "FULL_DECODE_ONLY"), None) == range(201, 8193)
     assert tokens_of(config([8192], 128, "FULL_DECODE_ONLY"), None) == range(129, 8193)
+    assert tokens_uncompiled(config(None, 512, "FULL_DECODE_ONLY"), 1000) == range(201, 1001)
+
+
+@pytest.mark.parametrize(
+    ("captured", "up_to", "inside", "outside"),
+    [
+        (512, None, (513, 100_000), (1, 512)),
+        (512, 600, (513, 600), (512, 601)),
+        (512, 0, (), (513,)),
+        (0, None, (), (1,)),
+    ],
+)
+def test_a_model_that_is_not_compiled_needs_no_ranges_of_tokens(
+    captured: int, up_to: int | None, inside: tuple[int, ...], outside: tuple[int, ...]
+) -> None:
+    tokens = tokens_uncompiled(config(None, captured), up_to)
+    assert all(each in tokens for each in inside) and not any(each in tokens for each in outside)
 
 
 def calls_of(step: Any, given: Any) -> int:

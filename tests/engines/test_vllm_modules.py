@@ -109,6 +109,10 @@ def test_a_step_of_more_tokens_than_vllm_captures_is_vllms_own_and_costs_the_hos
             # The model's hook and that of the module around its layers each ask how many tokens there are.
             assert min(calls_of(engine, tokens) for _ in range(3)) <= calls[tokens] + 60
     assert sum("are vLLM's own from now on" in line for line in said()) == bool(own)
+    steps = {None: "more than 8 tokens", 20: "9 to 20 tokens"}
+    assert [line for line in said() if "own modules run" in line] == [
+        f"in steps of {said_of} vLLM's own modules run" for each, said_of in steps.items() if each == up_to and own
+    ]
 
 
 @pytest.mark.parametrize(("captured", "launches"), [(0, 4), (8, 2)])
@@ -124,18 +128,32 @@ def test_what_other_numbers_of_tokens_launch_is_launched_behind_the_first_run(
     assert told(ADD, 6, FIRST) in said()
 
 
-def test_a_call_that_says_no_positions_changes_nothing() -> None:
+def test_a_call_that_says_no_positions_changes_nothing(tmp_path: Path) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse=STRICT, mode="NONE", captured=8) as engine:
+        norm = engine.model.model.layers[0].post_attention_layernorm
+        for tokens, stands in ((6, True), (33, False), (6, True)):
+            engine(tokens)
+            for hook in engine.model._forward_pre_hooks.values():
+                hook(engine.model, (), {"hidden_states": torch.zeros(500, 64)})
+            assert ("forward" in vars(norm)) is stands
+
+
+def test_tokens_are_those_of_the_positions() -> None:
     class Layer(torch.nn.Module):
         def forward(self, positions: Tensor, hidden_states: Tensor) -> None: ...
 
     class Head(torch.nn.Module):
         def forward(self, hidden_states: Tensor) -> None: ...
 
+    class InC(torch.nn.Module):
+        forward = map  # type: ignore[assignment]
+
     of, three = VLLM.tokens, torch.zeros(3, 7)
     assert of is not None
     assert of(Layer(), (torch.zeros(5), torch.zeros(5, 64)), {}) == 5
     assert of(Layer(), (), {"hidden_states": torch.zeros(5, 64), "positions": three}) == 7
     assert of(Head(), (torch.zeros(5, 64),), {}) is None
+    assert of(InC(), (torch.zeros(5, 64),), {}) is None and of(InC(), (), {"positions": three}) == 7
 
 
 def test_in_bfloat16_the_numbers_are_as_near_to_float32_as_vllms(tmp_path: Path) -> None:

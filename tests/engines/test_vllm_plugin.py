@@ -62,7 +62,7 @@ from layerfuse.engines.loading import NotFusedError
 from layerfuse.engines.plugins import NotHereError
 from layerfuse.engines.rank_report import CallsDifferError, rank_report_of
 from layerfuse.engines.vllm import defaults, loading, plugin
-from layerfuse.engines.vllm.config_probe import why_not_compiled
+from layerfuse.engines.vllm.config_probe import engine_for, why_not_compiled
 from layerfuse.engines.vllm.hooks import HOOKS
 from layerfuse.engines.vllm.host import VLLM
 from layerfuse.engines.vllm.passes import FusionPass
@@ -263,6 +263,22 @@ def test_what_vllm_does_not_compile_by_default_is_known() -> None:
     )
     config.model_config.enforce_eager = True
     assert why_not_compiled(config) == "enforce_eager is set: vLLM compiles nothing"
+
+
+@pytest.mark.skipif(RELEASE == "0.26", reason="it compiles all of them")
+@pytest.mark.parametrize(
+    ("gpu", "eager", "captured", "captures"),
+    [(True, False, 512, True), (True, True, 512, False), (True, False, 0, False), (False, False, 0, True)],
+)
+def test_an_engine_that_captures_no_cuda_graphs_is_known(
+    gpu: bool, eager: bool, captured: int, captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config("kimi-linear-48b-a3b", tp=1, rank=0, overrides={})
+    config.model_config.enforce_eager = eager
+    config.compilation_config.max_cudagraph_capture_size = captured
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda _: gpu)
+    engine = engine_for(config, Target.named("sm90"), why_not_compiled(config))
+    assert engine.captures is captures
 
 
 def test_the_table_of_what_is_not_compiled_is_this_releases() -> None:

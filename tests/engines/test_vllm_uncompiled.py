@@ -167,8 +167,8 @@ def page() -> str:
     table, names = "\n".join(placed), "\n".join(others)
     return f"""# Models that vLLM does not compile
 
-vLLM {RELEASE} runs {len(LISTED)} architectures in breakable CUDA graphs on NVIDIA's GPUs by default, and compiles none of them. Fused ops
-[stand in its own layers](vllm.md#models-that-vllm-does-not-compile), by name, or by default where they were measured faster. These are vLLM's own classes on the meta device, at their published sizes or
+vLLM {RELEASE} runs {len(LISTED)} architectures in breakable CUDA graphs on NVIDIA's GPUs by default, and compiles none of them. Fused ops that are asked for by
+name [stand in its own layers](vllm.md#models-that-vllm-does-not-compile). These are vLLM's own classes on the meta device, at their published sizes or
 at those of their default configs, with fp8 linears in blocks where vLLM takes them so, on one rank, and every fusion asked for that has a place: how many sites there are of each kind, at how many the plan expects
 a fusion, what stands there, and the reason for all others. `make test-engines` puts the ops in again and compares this page.
 
