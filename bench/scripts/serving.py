@@ -1,6 +1,6 @@
 """Two engines under a load, asked in turns: while one is timed, the other waits. One round before those that count is not counted.
 
-Nor is one in which an engine says that it compiled kernels meanwhile (`compiled`), which takes longer than a round: others follow in its place.
+A round in which an engine compiled kernels (`compiled`) is not counted either: to compile one takes longer than a round. Another round follows.
 """
 
 from __future__ import annotations

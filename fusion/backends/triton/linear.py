@@ -43,7 +43,7 @@ _ENOUGH = 132
 _ALONE = 12
 """Groups up to which a program takes all of the depth for 16 tokens, where there is an SM for each: it has no memory for a second one then.
 
-Of 3072 x 1536 these took 2.74 us on an H200, and two programs that share it 3.77 (bench/results/few_token_search_16-nvidia-h200.json).
+One shape was timed: of 3072 x 1536 these took 2.73 us on an H200, and two programs that share it 3.77 (bench/results/few_token_search_16-nvidia-h200.json).
 """
 
 
