@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import standins_atom
+import torch
 import vllm_standins as vllm
 from helpers import fresh_model, real_model
 from specs_at_hand import gated_mlp
@@ -139,7 +140,9 @@ def test_routed_experts_that_checkpoints_build_of_the_same_class_are_passed_over
     like.__class__ = type(
         "DeepseekV3MLP", (type(like),), {"__module__": "transformers_modules.DeepSeek-V3.modeling_deepseek"}
     )
-    block = module("some:MoE", experts=nn.ModuleList([like, like]), shared_experts=like.__class__(like.config))
+    with torch.device("meta"):
+        shared = like.__class__(like.config)
+    block = module("some:MoE", experts=nn.ModuleList([like, like]), shared_experts=shared)
     model = module("some:Model", mlp=block)
     assert list(mlps(model)) == ["mlp.shared_experts"]
 
