@@ -26,7 +26,8 @@ settings.register_profile("long", deadline=None, max_examples=5_000, suppress_he
 settings.load_profile(os.environ.get("LAYERFUSE_HYPOTHESIS", "layerfuse"))
 
 
-if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
+HAS_GPU = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+if not HAS_GPU:
     # Read when Triton is first imported, which torch may do: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Read when Inductor is first imported, by processes of tests too: which vectors the CPU has is known without a C++ compiler.
@@ -117,7 +118,10 @@ def _prepare(seed: int) -> None:
     if "triton.runtime.interpreter" in sys.modules:
         quick_interpreter()
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+        torch = sys.modules["torch"]
+        # What seeds a device that is not in use yet is kept until it is, with the stack of who asked: without a GPU it would be all that was
+        # ever asked for, and looking through the stacks takes longer than seeding.
+        (torch if HAS_GPU else torch.default_generator).manual_seed(seed)
         # torch renders its structured traces, which takes longer than the tests, as long as their logger has a handler. pytest
         # from 9.2 on hands its own to every logger that does not propagate, before each part of a test.
         logging.getLogger("torch.__trace").handlers.clear()
