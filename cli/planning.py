@@ -323,9 +323,9 @@ def _uncompiled(decided: Plan) -> list[str]:
     engine = decided.engine
     if engine is None or engine.uncompiled is None or "*" in engine.refuses:
         return []
-    return [
-        f"{engine.uncompiled}: fused ops can stand in its modules only, where they are expected at {_count(decided.expected())}."
-    ]
+    expected = decided.expected()
+    there = f"where they are expected at {_count(expected)}" if expected else "and none is on"
+    return [f"{engine.uncompiled}: fused ops can stand in its modules only, {there}."]
 
 
 def _of_release(engine: str | None, release: str | None) -> list[str]:
@@ -371,12 +371,12 @@ def _switched_on(decided: Plan) -> list[str]:
     engine = decided.engine
     if engine is None or engine.name not in ("vllm", "sglang") or decided.expected() or not off:
         return []
-    names, figures, sign = dict[str, None](), [], ""
+    names, figures, sign, refused = dict[str, None](), [], "", {each.fusion for each in decided.refused()}
     for row in shipped().measurement:
         step = attrs.evolve(row, but=None, note=None, fusions=row.fusions[:1]).figure
         quoted = [each.fusion for each in off if row.but is not None and step.partition(" (")[0] in each.reason]
         if quoted and row.engine == engine.name:
-            names.update(dict.fromkeys(name for name in row.fusions if name in quoted))
+            names.update(dict.fromkeys(name for name in row.fusions if name in refused))
             figures.append(step + _elsewhere(row, [each for each in off if each.fusion in quoted]))
             sign = sign if row.against is None else "+"
     if names:

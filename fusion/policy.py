@@ -288,6 +288,8 @@ class Policy:
             "" if engine.compiled else " without compilation",
         )
         known = [each for each in self.of(fusion, engine.name) if each.compiled == engine.compiled]
+        if known and not (engine.compiled or engine.captures):
+            return f"it was measured in CUDA graphs, and {SPELT[engine.name]} captures none here"
         groups = sorted({each.group for each in known if each.faster or each.but is not None})
         if at is not None and groups and at.columns not in (None, *groups):
             several = _listed([*map(str, groups)])
@@ -295,8 +297,6 @@ class Policy:
         if inside and not any(each.inside for each in known):
             return f"it was not benchmarked in {engine.name}{how}{'' if engine.compiled else ' and'} with linears that quantise inside of their op"
         faster = [each for each in known if each.faster and each.inside == inside]
-        if faster and not (engine.compiled or engine.captures):
-            return f"it was measured in CUDA graphs, and {SPELT[engine.name]} captures none here"
         if faster:
             where = dict.fromkeys(each.where for each in faster)
             done = dict.fromkeys(each.unless for each in faster if each.unless in engine.does)

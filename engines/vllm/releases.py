@@ -12,7 +12,6 @@ from attrs import frozen
 from ...adapters.errors import LayerfuseError, cut, shown
 from ...fusion.engine import Engine
 from ...fusion.target import Target
-from ..mla import SPARSE_MODELS
 from ..seams import quantised
 from . import native_fusions
 from .decode_facts import planned
@@ -29,7 +28,7 @@ class Release:
 
     name: str
     breakable: frozenset[str]
-    "Architectures that run in breakable CUDA graphs on NVIDIA's GPUs, and are not compiled: of those in models.toml."
+    "Architectures that run in breakable CUDA graphs on NVIDIA's GPUs by default, and are not compiled; of 0.26 those in models.toml."
     seams: frozenset[str]
     "Fusions that can go in at module level where nothing is compiled (`seams.SEAMS`)."
     without: frozenset[str]
@@ -49,6 +48,15 @@ _FROM_033 = "mla_dual_rms_norm", "all_reduce_add_rms_norm"
 _NOWHERE = {"BambaForCausalLM", "Olmo2ForCausalLM", "SmolLM3ForCausalLM", "SolarOpenForCausalLM", "YoutuForCausalLM"}
 """Architectures that no release has code of its own for."""
 
+_BREAKABLE = frozenset({
+    "AliceAIForCausalLM", "BeamForCausalLM", "DeepSeekV4MTPModel", "DeepseekV32ForCausalLM", "DeepseekV32MTPModel", "DeepseekV41ForCausalLM",
+    "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "Dots3NoteForCausalLM", "Dots3NoteMTPModel", "Glm5NextForCausalLM",
+    "Glm5NextForConditionalGeneration", "Glm5NextMTPModel", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM", "HYV4MTPModel", "InklingForCausalLM",
+    "InklingForConditionalGeneration", "KimiK3ForConditionalGeneration", "KimiK3MTPModel", "KimiLinearForCausalLM",
+    "MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration", "MuseSpark1xForCausalLM", "MuseSparkForConditionalGeneration",
+    "Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration", "Qwen4ExpMTP", "Step5ForCausalLM", "Step5ForConditionalGeneration",
+})  # fmt: skip
+
 RELEASES = {
     release.name: release
     for release in (
@@ -60,7 +68,7 @@ RELEASES = {
         ),
         Release(
             name="0.33",
-            breakable=SPARSE_MODELS | {"KimiK3ForConditionalGeneration", "KimiLinearForCausalLM"},
+            breakable=_BREAKABLE,
             seams=frozenset(_EVERYWHERE.union(_FROM_033, quantised(*_FROM_033))),
             without=frozenset(_NOWHERE | {"CwmForCausalLM", "SeedOssForCausalLM"}),
             inside=frozenset({"sm90"}),

@@ -292,7 +292,7 @@ def test_the_table_of_what_is_not_compiled_is_this_releases() -> None:
         breakable = module.DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
     assert "DeepseekV4ForCausalLM" in breakable
     declared = {name for entry in registry.models().values() for name in entry.architectures}
-    assert RELEASES[RELEASE].breakable == declared & breakable
+    assert RELEASES[RELEASE].breakable == (declared & breakable if RELEASE == "0.26" else breakable)
 
 
 def test_the_hooks_are_found_in_the_source_as_in_the_modules() -> None:
