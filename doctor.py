@@ -402,7 +402,6 @@ def _off_in(name: str, arch: str, config: FusionConfig) -> list[str]:
     """What is on in an engine by default on such a GPU, and is not with these switches."""
     from .engines.defaults import beside, on_by_default
     from .fusion import FUSIONS, Engine
-    from .fusion.catalog.few_token_linear import TIMED
     from .fusion.policy import shipped
 
     engine, off, kept, on = Engine(name=name), set(), list[str](), on_by_default(name, arch)
@@ -413,9 +412,8 @@ def _off_in(name: str, arch: str, config: FusionConfig) -> list[str]:
                 kept.append(each)
             else:
                 off.add(each)
-    measured = {each: TIMED for each in on if FUSIONS[each].goes_with is not None}
-    for each in (*measured, *beside(name, on, arch)):
-        with_it = each in beside(name, kept, measured.get(each, arch)) and FUSIONS[each].goes_with not in off
+    for each in beside(name, on, arch):
+        with_it = each in beside(name, kept, arch) and FUSIONS[each].goes_with not in off
         if not with_it or config.why_off(FUSIONS[each], engine, companion=True):
             off.add(each)
     return sorted(off)

@@ -189,7 +189,7 @@ class Standing(Placement):
         self.inside.update(zip(paths, stands, strict=True))
         self.forwards[site.name] = stands[0], vars(stands[0])["forward"]
         self.put += [Put.at(each, "forward") for each in stands]
-        if seam.switch is not None and vars(module)[seam.switch] is not before[seam.switch]:
+        if seam.switch is not None and vars(module).get(seam.switch) is not before.get(seam.switch):
             self.put.append(Put.at(module, seam.switch, before))
         return None
 

@@ -35,6 +35,43 @@ def test_sequence_parallelism_is_vllms_own_way_of_an_all_reduce():
         assert bool(found.expected(f"all_reduce_{GROUP}")) != on
 
 
+def test_what_is_to_be_named_is_all_that_was_measured_together(run):
+    answer = " ".join(run("plan", "deepseek-v3.2", "--engine", "vllm", "--target", "sm90", "--tp", "8").out.split())
+    names = f"{GROUP},rms_norm_group_quant,silu_mul_group_quant,few_token_linear_group_quant"
+    assert f"LAYERFUSE_FUSIONS={names} switches on what was measured together: 1.16" in answer
+    assert "fused ops can stand in its modules only, and none is on." in answer
+
+
+def test_a_model_that_is_not_compiled_calls_vllms_own_modules_in_long_steps(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", GROUP)
+    for model, what in (("deepseek-v3.2", "calls vLLM's own modules"), ("deepseek-v3", "runs vLLM's own graph")):
+        data = json.loads(run("plan", model, "--engine", "vllm", "--target", "sm90", "--json").out)
+        assert [
+            each.partition("It ")[2].partition(",")[0] for each in data["notes"] if "waits for the host" in each
+        ] == [what]
+    eager = json.loads(
+        run("plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90", "--enforce-eager", "--json").out
+    )
+    assert not any("waits for the host" in each for each in eager["notes"])
+
+
+def test_figures_of_cuda_graphs_are_not_those_of_an_engine_that_captures_none(run):
+    decided = of_layers(run, "deepseek-v3", "--engine", "vllm", "--target", "sm90", "--enforce-eager")
+    whys = {why for (_, _, fusion, _), (_, why) in decided.items() if fusion == GROUP}
+    assert any(why.endswith("it was measured in CUDA graphs, and vLLM captures none here") for why in whys), whys
+
+
+@pytest.mark.parametrize("architecture", ["MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"])
+def test_an_architecture_that_no_model_declares_is_known_not_to_be_compiled(run, tmp_path, architecture):
+    config = {
+        "architectures": [architecture], "model_type": "new", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 64, "num_hidden_layers": 2, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    answer = run("plan", str(tmp_path), "--engine", "vllm", "--target", "sm90")
+    assert f"runs {architecture} in breakable CUDA graphs" in " ".join(answer.out.split())
+
+
 MIXTURES = {
     "deepseek-v2-lite": 26,
     "deepseek-v3": 58,
